@@ -144,8 +144,8 @@ job = Job(
     data_sources=data_sources,
 )
 
-# The same on a shorter way, for a first look.
+# A shorter run of the same job, for a first look.
 short = replace(job, name="charlm_short", target=2.7, max_steps=36)
 
-# The same with a step that consumes k batches.
+# The same job with steps that consume k batches.
 adaptive = replace(job, name="charlm_adaptive", batching="adaptive", lr_rule="sqrt")

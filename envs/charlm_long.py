@@ -1,7 +1,7 @@
-"""Train a byte-level GPT on passages of very different lengths, four at a time: recomputation is what buys memory.
+"""Train a byte-level GPT on passages of very different lengths, four at a time; only recomputation saves memory.
 
-The batch is as small as it can be for the loss that stands behind it, so that k stays 1, as contrastive losses and
-BatchNorm demand. The text is that of ``charlm``.
+The batch stands for one that cannot be split, as with contrastive losses and BatchNorm, so k stays 1. The text is that
+of ``charlm``.
 """
 
 import functools
@@ -151,11 +151,11 @@ job = Job(
     data_sources=data_sources,
 )
 
-# The same with sequences that grow while it trains, and with sequences of one length.
+# The same job with sequences that grow during training, and with sequences of one length.
 curriculum = replace(job, name="charlm_long_curriculum", batches=growing_batches)
 even = replace(job, name="charlm_long_even", batches=even_batches)
 
-# Batches so small that a third of a step is its update: a step consumes k of them.
+# Batches are so small that the update takes a third of a step; a step consumes k batches.
 adaptive = replace(
     job,
     name="charlm_long_adaptive",

@@ -152,5 +152,5 @@ job = Job(
     data_sources=data_sources,
 )
 
-# The same with sequences that grow while it trains.
+# The same job with sequences that grow during training.
 curriculum = replace(job, name="charlm_ragged_curriculum", batches=growing_batches)

@@ -111,5 +111,5 @@ job = Job(
 # The same network with AdamW, as the paper trains its ResNet.
 adamw = replace(job, name="digits_adamw", optimizer=adamw_optimizer)
 
-# The same run in shorter windows: for what happens between evaluations, such as memory that dips.
+# The same run with shorter windows, for events between evaluations, such as memory dips.
 watched = replace(job, name="digits_watched", evaluate_every=2)

@@ -2,8 +2,8 @@
 
 The data is read from the folder that ``AUTOTUNE_DATA`` (or ``--data``) names: ``wiki.train.raw``, or
 ``wiki.train.tokens``, or the parquet files of the Hugging Face hub. With GPT-2's own ``vocab.json`` and ``merges.txt``
-in that folder (or in ``gpt2`` in it) the text is cut into GPT-2's tokens; without them into bytes, and the data's names
-in every run say which. The paper names no length of sequences; at 256 its 12.43 GB for a batch of 32 are about right.
+in that folder (or in its folder ``gpt2``) the text is split into GPT-2's tokens, otherwise into bytes; the data's names
+in every run say which. The paper gives no sequence length; 256 roughly matches its 12.43 GB for a batch of 32.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ LAYERS, WIDTH, HEADS, DROPOUT = 12, 768, 12, 0.1
 BATCH, LENGTH, CONTEXT = 32, 256, 1024
 TOKENS, BYTES = 50_257, 256
 VALIDATION_SEQUENCES, EVALUATED_AT_ONCE = 64, 8
-# The paper's perplexity of 45 a token; of bytes, the same at about 4.4 bytes a token.
+# The paper's perplexity of 45 per token, and the equivalent per byte at about 4.4 bytes per token.
 TARGET, TARGET_OF_BYTES = 45.0, 45.0 ** (1 / 4.4)
 
 RAW = Layout(name="WikiText-2 raw", folder="wikitext-2-raw", files=("wiki.train.raw", "wiki.valid.raw"))
@@ -88,7 +88,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Turn the last layer into a number per token of the vocabulary."""
+    """Return a logit for each token of the vocabulary."""
 
     def __init__(self, words: int, width: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class GPT2(nn.Module):
         for block in self.blocks:
             for last in (block.attention.project_out, block.network[2]):
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
-        # One matrix reads words and writes them.
+        # The embedding and the head share one matrix.
         self.head.project.weight = self.embedding.words.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -128,12 +128,12 @@ def _initialise(module: nn.Module) -> None:
 
 
 def located() -> Located:
-    """Return where WikiText-2 lies."""
+    """Return the folder of WikiText-2."""
     return locate(data_folder(), (RAW, CUT, HUB_RAW, HUB_CUT))
 
 
 def vocabulary() -> tuple[Path, Path] | None:
-    """Return GPT-2's vocabulary and merges where the folder has them and the tokenizer is installed."""
+    """Return GPT-2's vocabulary and merges if the folder has them and tokenizers is installed."""
     for place in (data_folder() / "gpt2", data_folder()):
         words, merges = (place / name for name in VOCABULARY)
         if is_file(words) and is_file(merges):
@@ -148,7 +148,7 @@ def text(path: Path) -> str:
     """Return a file's text."""
     if path.suffix != ".parquet":
         try:
-            # Ends of lines are one character, on whatever system a file was unpacked.
+            # Line ends are one character, whatever system unpacked the file.
             return io.StringIO(read_file(path).decode(), newline=None).read()
         except UnicodeDecodeError as error:
             raise JobError("is not UTF-8 text", where=str(path), allowed="WikiText-2 as it is published") from error
@@ -162,7 +162,7 @@ def text(path: Path) -> str:
 
 
 def _rows(content: bytes) -> Iterator[str]:
-    """Yield the texts of a parquet file, which may unpack to a multiple of its size."""
+    """Yield the texts of a parquet file, which may decompress to many times its size."""
     import pyarrow
     from pyarrow import parquet
 
@@ -196,7 +196,7 @@ def _cut(content: str, words: tuple[Path, Path] | None) -> torch.Tensor:
 
     allowed = "GPT-2's own vocabulary"
     for path in words:
-        # The library reads them itself, however large they are.
+        # The library reads these files itself, whatever their size, so their size is checked first.
         read_file(path, limit_bytes=_VOCABULARY_BYTES)
     try:
         found = torch.tensor(ByteLevelBPETokenizer(*map(str, words)).encode(content).ids, dtype=torch.long)
@@ -225,7 +225,7 @@ def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def perplexity(model: nn.Module) -> float:
-    """Return exp(loss) of validation sequences at even distances."""
+    """Return exp(loss) of evenly spaced validation sequences."""
     device = next(model.parameters()).device
     _, source = tokens(located(), vocabulary())
     starts = torch.linspace(0, len(source) - LENGTH - 1, VALIDATION_SEQUENCES).long().unique()
@@ -246,7 +246,7 @@ def data_sources() -> list[DataSource]:
 
 
 def job() -> Job:
-    """Return the job; what its target is depends on how the folder's text is cut."""
+    """Return the job; its target depends on how the folder's text is split."""
     return Job(
         name="gpt2_wikitext2",
         model=model,
@@ -267,7 +267,7 @@ def job() -> Job:
 
 
 def random() -> Job:
-    """Return the same model on random tokens, for what a step costs where there is no data."""
+    """Return the same model on random tokens, to measure steps without data."""
     return _on_random_tokens("gpt2_random", lambda: GPT2(TOKENS), BATCH, LENGTH)
 
 
@@ -297,5 +297,5 @@ def _in_bytes() -> bool:
     try:
         return vocabulary() is None
     except JobError:
-        # Nobody has named a folder yet.
+        # No folder has been named yet.
         return False

@@ -3,7 +3,8 @@
 The data is read from the folder that ``AUTOTUNE_DATA`` (or ``--data``) names: CIFAR-10's "python version"
 (``cifar-10-batches-py``) or its "binary version" (``cifar-10-batches-bin``), unpacked. The paper's 25.6M parameters are
 those of 1,000 classes; with ten there are 23.5M. Its 8.24 GB at a batch of 128 rule out ImageNet's stem, which would
-leave 8x8 of 32x32 pixels: a 3x3 convolution stands here, as is usual on CIFAR. It names no augmentation; there is none.
+reduce 32x32 pixels to 8x8; the stem is a 3x3 convolution, as is usual for CIFAR. The paper names no augmentation, so
+there is none.
 """
 
 import dataclasses
@@ -76,7 +77,7 @@ class ResNet50(nn.Module):
 
 
 def located() -> Located:
-    """Return where CIFAR-10 lies."""
+    """Return the folder of CIFAR-10."""
     return locate(data_folder(), (PICKLED, BINARY))
 
 
@@ -141,7 +142,7 @@ def mean_loss(model: nn.Module, batch: Examples) -> torch.Tensor:
 
 
 def accuracy(model: nn.Module) -> float:
-    """Return the share of test images that are classified rightly."""
+    """Return the share of test images that are classified correctly."""
     device = next(model.parameters()).device
     images, labels = examples(located())[1]
     parts = zip(images.split(EVALUATED_AT_ONCE), labels.split(EVALUATED_AT_ONCE), strict=True)
@@ -180,7 +181,7 @@ job = Job(
 
 
 def random() -> Job:
-    """Return the same model on random images, for what a step costs where there is no data."""
+    """Return the same model on random images, to measure steps without data."""
 
     def batches(seed: int) -> Iterator[Examples]:
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Make real campaigns of a tiny job, to be reported."""
+"""Helpers that run real campaigns of a tiny job, whose reports are then tested."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOB = tiny_job.make(evaluate_every=2, target=3.9, optimizer=adamw)
 
 
 class Restless:
-    """Change the plan after every window."""
+    """An arm that changes its plan after every window."""
 
     name = "restless"
 
@@ -46,7 +46,7 @@ class Restless:
 
 
 def compare_all(runs: Path) -> Path:
-    """Compare, and return the run directory; one arm surely changes its plan."""
+    """Compare arms, one of which changes its plan for certain, and return the run directory."""
     found = autotune.compare(JOB, ARMS, seeds=2, memory_budget="90%", steps=48, runs_dir=runs)
     folder = Path(found["run"])
     live = restless(found)
@@ -58,7 +58,7 @@ def compare_all(runs: Path) -> Path:
 
 
 def restless(found: dict[str, Any]) -> dict[str, Any]:
-    """Compare the baseline with an arm that surely changes its plan, as a comparison did its arms."""
+    """Compare the baseline with an arm that changes its plan after every window."""
     protocol = Protocol(
         job=JOB.name,
         arms=("baseline", "restless"),
@@ -71,5 +71,5 @@ def restless(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def tune_one(runs: Path) -> Path:
-    """Tune, and return the run directory."""
+    """Tune the job and return the run directory."""
     return Path(autotune.tune(JOB, "optuna", memory_budget="90%", steps=48, runs_dir=runs)["run"])

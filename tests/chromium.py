@@ -1,4 +1,4 @@
-"""Drive headless Chromium over its own pipe, so that pages are tested as a person sees them."""
+"""Headless Chromium, driven through its own pipe, to test pages as a browser shows them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Chromium:
     """One open page.
 
     Attributes:
-        said: what the page wrote to the console, and errors of it.
-        asked: the addresses that it asked for.
+        said: messages that the page wrote to the console, including its errors.
+        asked: addresses that the page requested.
     """
 
     def __init__(self, reading: int, writing: int) -> None:
@@ -58,7 +58,7 @@ class Chromium:
         return answer["result"]
 
     def open(self, path: Path, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """Open a file in a window of a size, in light or dark."""
+        """Open a file in a window of the given size, in light or dark mode."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -68,13 +68,13 @@ class Chromium:
             self._hear(self._next())
 
     def value(self, expression: str) -> Any:
-        """Return what an expression comes to in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def picture(self, path: Path, *, whole: bool = True) -> Path:
-        """Write a PNG of the page."""
+        """Save a PNG of the page."""
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
         return path
@@ -102,13 +102,13 @@ class Chromium:
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Chromium]:
-    """Start a browser with a profile of its own, and end it.
+    """Start a browser with its own profile, and end it afterwards.
 
     Args:
-        folder: where it may write.
+        folder: folder that the browser may write to.
     """
     assert BINARY is not None
-    # Chromium reads what it is told from 3 and answers to 4.
+    # Chromium reads commands from file descriptor 3 and answers on 4.
     tell_out, tell_in = os.pipe()
     hear_out, hear_in = os.pipe()
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A small transformer that trains on any device, named from other processes too."""
+"""A small transformer that trains on any device and can be named by other processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS, WIDTH, HEADS, LENGTH, BATCH = 64, 64, 4, 32, 16
 
 
 class Block(nn.Module):
-    """A transformer's block, its attention written out."""
+    """A transformer block with explicit attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predict the next token; its units are embedding, blocks.0 and so on, norm and head."""
+    """A next-token model; its units are embedding, blocks.0 and so on, norm and head."""
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def batches(seed: int) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(TOKENS, (BATCH, 1), generator=generator)
-        # Something to learn: each row counts on from where it starts.
+        # A pattern to learn: each row counts up from a random start.
         yield (starts + torch.arange(LENGTH + 1)) % TOKENS
 
 

@@ -1,4 +1,4 @@
-"""Train one rank of a data-parallel run on the fake accelerator, plainly or attached; started by torchrun."""
+"""Entry point that torchrun starts: one rank of a data-parallel run on the fake accelerator, attached or not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Done(dist._Work):
 
 
 class ThroughHost(dist.ProcessGroup):
-    """Collectives of a device's tensors, made on the host by gloo."""
+    """Collectives on device tensors, run on the host with gloo."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: Any) -> None:
         super().__init__(rank, world)
@@ -75,7 +75,7 @@ class ThroughHost(dist.ProcessGroup):
 
 
 def main() -> None:
-    """Train."""
+    """Train one rank."""
     folder, way, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     fake = fake_accelerator.load()
     fake.present(True)

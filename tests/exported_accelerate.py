@@ -1,4 +1,4 @@
-"""Train under an exported Accelerate configuration as its notes say, and write down what happened inside."""
+"""Script that trains under an exported Accelerate configuration and records what happened."""
 
 from __future__ import annotations
 

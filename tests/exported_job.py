@@ -1,4 +1,4 @@
-"""A job that writes down what its training did inside: whoever trains it need not know."""
+"""A job that records what happens inside its own training, whatever program trains it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNITS = ("blocks.0", "blocks.1", "blocks.2", "head")
 
 
 def plain() -> nn.Module:
-    """Return the network without dropout, so that who trains it draws nothing."""
+    """Return the network without dropout, so that training draws no random numbers."""
     network = tiny_job.Network()
     for block in network.blocks:
         block.dropout.p = 0.0
@@ -27,7 +27,7 @@ def plain() -> nn.Module:
 def watched() -> nn.Module:
     network = plain()
     watcher = Watcher(network, UNITS)
-    # atexit: the script's own end is the only one that it has.
+    # atexit: the end of the exported script is the only place to write the record.
     atexit.register(lambda: Path(os.environ["WATCHED"]).write_text(json.dumps(watcher.seen())))
     return network
 

@@ -1,4 +1,4 @@
-"""Launch an exported DeepSpeed configuration as a user would, and write down what the engine then does."""
+"""Script that launches an exported DeepSpeed configuration as a user would and records what the engine does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main() -> None:
         sizes.add(inputs[0].shape[0])
 
     model.head.register_forward_hook(see)
-    # Steps of microseconds: nothing about their time can be told.
+    # Steps take microseconds, so their time carries no information.
     limits = autotune.Limits(gain_frac=-1.0, overhead_frac=1e6, slowdown_frac=1e6)
     tuner = autotune.attach(engine=engine, policy=str(folder / "plan.json"), limits=limits, runs_dir=None)
     k, micro = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()

@@ -1,4 +1,4 @@
-"""A small real job that fails in a way that the environment names, at a step that it names."""
+"""A small real job that fails in the way and at the step that environment variables name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from autotune import Job
 
 KINDS = ("hang", "segfault", "kill", "exit", "garbage", "out_of_memory", "nan", "exception")
 FAILURE, AT = "FAILING_JOB_KIND", "FAILING_JOB_AT"
-# A file that counts: where it is named, every so many-th call fails, in each of the ways in turn, so often.
+# File with a call counter: if it is given, every n-th call fails, in each of the listed ways in turn.
 TURNS, TIMES = "FAILING_JOB_TURNS", "FAILING_JOB_TIMES"
-# Where several ranks train it: the one that fails.
+# The rank that fails, if several ranks train the job.
 FAILING_RANK = "1"
 
 
@@ -68,7 +68,7 @@ def fail(kind: str) -> None:
 
 
 def next_turn(path: str) -> str | None:
-    """Return the way in which to fail now; below 0 none is due yet."""
+    """Return the index of the failure that is due now; a negative number if none is due."""
     with open(path, "r+") as file:  # noqa: PTH123 - read and written in one go
         number = int(file.read())
         file.seek(0)
@@ -104,7 +104,8 @@ job = Job(
     batch_size=8,
 )
 
-# Batches so large that a plan saves memory, and more plans than a campaign of many failures can try.
+# Batches are large enough for plans to save memory, and there are more plans than a campaign with many failures can
+# try.
 wide = dataclasses.replace(
     job,
     name="failing_wide",

@@ -1,7 +1,8 @@
-"""Fit how strongly conditions move to recorded windows of real runs.
+"""Fit the strengths of changing conditions to recorded windows of real runs.
 
-Curricula, announced events and the loss of a window that runs out of memory are not fitted: no recorded run shows
-them. Where a run does not show a mechanism (the lengths of a job whose batches are all alike, say), nothing is said.
+Curricula, announced events and the loss of a window that runs out of memory are not fitted, because no recorded run
+contains them. A mechanism that a run does not show, such as changing lengths in a job with constant lengths, is left
+out.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from autotune.simulator.moving_conditions import Strengths
 
 Floats = NDArray[np.float64]
 Row = Mapping[str, Any]
-# A deviation is not told from noise with fewer values.
+# With fewer values, a deviation cannot be distinguished from noise.
 _FEWEST = 6
-# Logarithms of lengths that differ by less are rounding.
+# Smaller differences between logarithms of lengths are rounding errors.
 _ALIKE = 1e-3
-# A law of the loss needs its logarithm to vary by more.
+# The logarithm of the loss must vary by more than this to fit a law of the loss.
 _FLAT = 0.05
 _ROUNDS = 200
-# Memories that are tried, in windows: a speed that is forgotten sooner than after three windows is noise.
+# Correlation times to try, in windows: speed changes that last less than three windows count as noise.
 _SLOW = np.geomspace(3.0, 48.0, 13)
 _ANY = np.geomspace(0.25, 48.0, 24)
 _SHARES = np.linspace(0.0, 0.95, 20)
 _COMMON_SHARES = np.linspace(0.0, 1.0, 11)
-# Variance of a measured plan, over that of what a unit costs.
+# Variance of a measured plan's cost relative to that of a unit's cost.
 _NOISE_RATIOS = np.geomspace(1e-3, 30.0, 24)
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """One fitted number.
+    """One fitted value.
 
     Attributes:
-        value: the number, in the unit of the field of ``Strengths`` that has its name.
-        count: how many values it rests on.
-        source: which rows these came from.
+        value: the value, in the unit of the field of ``Strengths`` with the same name.
+        count: number of values it is based on.
+        source: the rows that these values came from.
     """
 
     value: float
@@ -56,7 +57,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedStrengths:
-    """What could be fitted; ``None`` where the rows do not show it. Fields are those of ``Strengths``."""
+    """Fitted values; ``None`` if the rows do not show them. The fields are those of ``Strengths``."""
 
     noise_error: Fitted | None = None
     cost_error: Fitted | None = None
@@ -70,19 +71,19 @@ class FittedStrengths:
     switch_windows: Fitted | None = None
 
     def found(self) -> dict[str, Fitted]:
-        """Return what was fitted, by field."""
+        """Return the fitted values by field."""
         pairs = ((name, getattr(self, name)) for name in self.__slots__)
         return {name: value for name, value in pairs if value is not None}
 
     def strengths(self) -> Strengths:
-        """Return them as strengths; what was not fitted keeps its default."""
+        """Return the strengths; values that were not fitted keep their defaults."""
         values: dict[str, Any] = {name: fitted.value for name, fitted in self.found().items()}
         return Strengths(**values)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """By how much measured plans of one job differ from their predictions.
+    """Differences between measured plans of one job and their predictions.
 
     Attributes:
         residuals: shape (n,), logarithm of measured over predicted seconds per step.
@@ -94,13 +95,13 @@ class Costs:
 
 
 def fit(rows: Sequence[Row], *, batch_size: int, adaptive: bool, costs: Sequence[Costs] = ()) -> FittedStrengths:
-    """Return the strengths that recorded windows show.
+    """Return the strengths fitted to recorded windows.
 
     Args:
         rows: the windows of one run, in order, as ``campaign.traces.record`` returns them.
         batch_size: the job's samples per batch.
         adaptive: whether a step consumes k batches.
-        costs: what measured plans cost over their predictions, per job.
+        costs: measured relative to predicted costs of plans, per job.
     """
     good = [row for row in rows if row["measurement"]["failure"] is None]
     return FittedStrengths(
@@ -145,7 +146,7 @@ def fit_noise_error(rows: Sequence[Row], *, batch_size: int, adaptive: bool) -> 
 
 
 def fit_times(rows: Sequence[Row]) -> dict[str, Fitted]:
-    """Return ``time_noise``, ``drift`` and ``drift_windows``: what moves a plan's seconds per step, fast and slowly.
+    """Return ``time_noise``, ``drift`` and ``drift_windows``: fast and slow changes of a plan's seconds per step.
 
     The logarithm of a window's median step is modelled as a level of its plan, a power of the batch's bytes where they
     vary, noise, and a first-order autoregressive series of its precisions; restricted likelihood tells these apart.
@@ -177,7 +178,7 @@ def fit_times(rows: Sequence[Row]) -> dict[str, Fitted]:
 
 
 def fit_lengths(rows: Sequence[Row]) -> dict[str, Fitted]:
-    """Return ``length``, ``length_windows`` and ``jitter`` from the bytes of batches; nothing where all are alike."""
+    """Return ``length``, ``length_windows`` and ``jitter`` from batch bytes; nothing if all are equal."""
     used = [row for row in rows if row["batch_bytes"][0] > 0]
     if len(used) < _FEWEST:
         return {}
@@ -201,10 +202,10 @@ def fit_lengths(rows: Sequence[Row]) -> dict[str, Fitted]:
 
 
 def fit_costs(costs: Sequence[Costs]) -> dict[str, Fitted]:
-    """Return ``cost_error`` and ``common_share``: by how much units cost something else than profiled.
+    """Return ``cost_error`` and ``common_share``: deviations of unit costs from the profile.
 
-    Each job's own level is left out, that of its units, too, since no choice of plan depends on them; so is the noise
-    of single plans. One job tells little of the common share: it has as many common deviations as precisions.
+    The average level of each job and of its units is left out, because no choice of plan depends on it, and so is the
+    noise of single plans. One job says little about the common share: it has as many common deviations as precisions.
     """
     costs = [cost for cost in costs if len(cost.residuals) >= _FEWEST]
     if not costs:
@@ -220,7 +221,7 @@ def fit_costs(costs: Sequence[Costs]) -> dict[str, Fitted]:
         return of
 
     series = [(cost.residuals, _levels(cost.shares)) for cost in costs]
-    # Noise is counted against what a plan's mean unit contributes.
+    # Noise is relative to the contribution of a plan's mean unit.
     size = float(np.mean([np.sum(cost.shares**2) / len(cost.shares) for cost in costs]))
     grid = [(share, ratio * size) for share in _COMMON_SHARES.tolist() for ratio in _NOISE_RATIOS.tolist()]
     (share, _), variance = _likeliest(grid, series, [covariance(cost.shares) for cost in costs])
@@ -233,7 +234,7 @@ def fit_costs(costs: Sequence[Costs]) -> dict[str, Fitted]:
 
 
 def costs_of(profile: Profile, plans: Sequence[Plan], seconds: Sequence[float]) -> Costs:
-    """Return by how much measured plans of a job differ from its profile.
+    """Return the differences between measured plans of a job and its profile.
 
     Args:
         profile: the job's profile.
@@ -256,10 +257,10 @@ def costs_of(profile: Profile, plans: Sequence[Plan], seconds: Sequence[float]) 
 
 
 def fit_switch(rows: Sequence[Row]) -> Fitted | None:
-    """Return what a switch of plans costs, in recorded windows of the first row's plan; the median of all switches.
+    """Return the median cost of a plan switch, in recorded windows of the first row's plan.
 
-    A window's seconds beyond its steps times their median are taken, less the same of windows of the same plan that
-    followed no switch: what sampling a gradient costs is in both.
+    The cost is a window's time beyond its number of steps times their median, minus the same quantity for windows of
+    the same plan that followed no switch; this removes the cost of sampling gradients.
     """
     windows = [(_key(row["plan"]), row["measurement"]) for row in rows]
     extra: dict[tuple[str, bool], list[float]] = {}
@@ -292,11 +293,11 @@ def _fed(row: Row) -> Mapping[str, Any] | None:
 
 
 def _mean_law(powers: Floats, values: Floats) -> Floats:
-    """Return a positive law exp(powers x coefficients) through the mean of values, some of which may be negative.
+    """Return a positive law exp(powers x coefficients) fitted to the mean of values, some of which may be negative.
 
     Args:
         powers: shape (n, p).
-        values: shape (n,); their relative errors are taken to be alike.
+        values: shape (n,); their relative errors are assumed to be equal.
     """
     least = 0.1 * float(np.median(np.abs(values)))
     coefficients = np.linalg.lstsq(powers, np.log(np.maximum(values, least)), rcond=None)[0]
@@ -307,12 +308,12 @@ def _mean_law(powers: Floats, values: Floats) -> Floats:
 
 
 def _typical(rest: Floats, fitted: int) -> float:
-    """Return the standard deviation of residuals by their median size, after so many coefficients were fitted."""
+    """Return the standard deviation of residuals from their median size, given the number of fitted coefficients."""
     return float(1.4826 * np.median(np.abs(rest)) * np.sqrt(len(rest) / (len(rest) - fitted)))
 
 
 def _levels(shares: Floats) -> Floats:
-    """Return the regressors that take out a job's own level and that of its units, shape (n, 1) or (n, 2)."""
+    """Return the regressors that remove the level of a job and of its units, shape (n, 1) or (n, 2)."""
     together = shares.sum(axis=(1, 2))
     columns = [np.ones(len(shares)), *([together - together.mean()] if np.ptp(together) > _ALIKE else [])]
     return np.array(columns).T
@@ -324,7 +325,7 @@ def _key(document: object) -> str:
 
 
 def _apart(windows: Sequence[int]) -> Floats:
-    """Return by how many windows each two are apart, shape (n, n)."""
+    """Return the distance in windows between each pair, shape (n, n)."""
     numbers = np.array(windows, dtype=np.float64)
     return np.asarray(np.abs(numbers[:, None] - numbers))
 
@@ -334,12 +335,12 @@ def _likeliest(
     series: Sequence[tuple[Floats, Floats]],
     covariances: Sequence[Callable[..., Floats]],
 ) -> tuple[tuple[float, ...], float]:
-    """Return the parameters of highest restricted likelihood, and the variance that goes with them.
+    """Return the parameters of highest restricted likelihood, and the corresponding variance.
 
     Args:
         grid: parameters to try.
         series: independent series, each of values, shape (n,), and regressors, shape (n, p).
-        covariances: per series, the covariance of its values at given parameters, over the variance.
+        covariances: for each series, the covariance of its values at given parameters, divided by the variance.
     """
     free = sum(len(values) - np.linalg.matrix_rank(regressors) for values, regressors in series)
     best: tuple[float, tuple[float, ...], float] | None = None

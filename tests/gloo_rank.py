@@ -1,4 +1,4 @@
-"""One of several ranks that add numbers up, or fail in a way that is asked for; started by this package."""
+"""One of several ranks that add numbers or fail in a requested way; started by this package."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from autotune.errors import JobError
 
 
 def work(asked: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Add the ranks' numbers up, and say who listens where."""
+    """Sum the ranks' numbers, and report which process listens where."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Longer than any test may take: nobody's end is found by waiting for a collective.
+    # Longer than any test may take, so that no process ends because a collective timed out.
     patience = timedelta(hours=1)
     store = store_of_ranks(patience)
     assert store is not None
@@ -44,8 +44,8 @@ def work(asked: dict[str, Any], report: Report) -> dict[str, Any]:
 
 
 def fail(how: str) -> None:
-    """End this rank, or have it hang."""
-    # The others are waiting by now.
+    """End this rank, or make it hang."""
+    # The other ranks are waiting by now.
     time.sleep(0.5)
     if how == "raise":
         raise KeyError("the rank's own")

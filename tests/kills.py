@@ -1,4 +1,4 @@
-"""Real commands in processes of their own that are killed at random instants and taken up again."""
+"""Real commands in separate processes that are killed at random instants and resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 JOB = Path(__file__).parent / "tiny_job.py"
 PROGRAM = [sys.executable, "-m", "autotune.cli.main"]
-# What a killed process may end with: as the command line ends it, or, before that has begun, as Python does.
+# Allowed exit codes of a killed process: those of the command line or, before it has started, of Python.
 CODES = {
     signal.SIGKILL: {-signal.SIGKILL},
     signal.SIGTERM: {143, -signal.SIGTERM},
@@ -30,12 +30,12 @@ CODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """When and how a command is killed.
+    """Time and way of killing a command.
 
     Attributes:
         after_s: seconds after its start.
         how: the signal.
-        whom: the ``process`` that was started, its ``group``, or ``all`` that it started, whatever group they are in.
+        whom: ``process`` (the started process), ``group`` (its process group), or ``all`` (all its descendants).
     """
 
     after_s: float
@@ -44,7 +44,7 @@ class Kill:
 
     @classmethod
     def drawn(cls, generator: random.Random, first_s: float, last_s: float) -> Kill:
-        """Return one at a random instant between two."""
+        """Return a kill at a random instant within a range."""
         how, whom = generator.choice(
             [
                 (signal.SIGKILL, "process"),
@@ -58,7 +58,7 @@ class Kill:
         return cls(after_s=generator.uniform(first_s, last_s), how=how, whom=whom)
 
     def strike(self, process: subprocess.Popen[bytes], mark: str) -> None:
-        """Kill a process, or more."""
+        """Kill the processes that a kill names."""
         if self.whom == "process":
             process.send_signal(self.how)
         elif self.whom == "group":
@@ -71,16 +71,16 @@ class Kill:
 
 
 def killed(command: list[str], folder: Path, kill: Kill | None, codes: set[int] | None = None) -> tuple[int, bool]:
-    """Run a command, kill it, and see that nothing of it is left in temporary folders or among the processes.
+    """Run a command, kill it, and check that it leaves no temporary files and no processes.
 
     Args:
         command: the command.
-        folder: a folder for its temporary files alone; it is made if it is not there.
+        folder: a folder for its temporary files only; it is created if it is missing.
         kill: when and how; ``None`` lets it end.
-        codes: what it may end with where it was killed; ``None`` for what our command line ends with.
+        codes: allowed exit codes after the kill; ``None`` for those of our command line.
 
     Returns:
-        Its exit code, and whether it was killed before it had ended.
+        The exit code, and whether the command was killed before it had ended.
     """
     mark, shared = secrets.token_hex(8), abandoned()
     folder.mkdir(exist_ok=True)
@@ -109,7 +109,7 @@ def killed(command: list[str], folder: Path, kill: Kill | None, codes: set[int] 
             assert "Traceback" not in said
     wait_until(lambda: not processes(mark), f"a process lives on after {kill}", timeout_s=90)
     assert abandoned() <= shared, kill
-    # torch keeps what it compiled for the next process.
+    # torch keeps compiled code for the next process.
     left = [path for path in folder.iterdir() if not path.name.startswith("torchinductor")]
     assert not left, f"{left} after {kill}"
     logger.info("%s: %s", kill if struck else "not killed", code)
@@ -119,17 +119,17 @@ def killed(command: list[str], folder: Path, kill: Kill | None, codes: set[int] 
 def kill_campaigns(
     asked: list[str], root: Path, few: int, seed: int, look: Callable[[Path, bool], None], *, last_s: float = 7.0
 ) -> None:
-    """Tune or compare ``tiny_job``, killed at random instants, and look at what is left each time.
+    """Tune or compare ``tiny_job``, kill it at random instants, and check the files after each kill.
 
-    With ``KILLS`` in the environment, so many kills: campaigns one after another, each killed ten times at most.
+    The environment variable ``KILLS`` sets the number of kills, spread over campaigns of at most ten kills each.
 
     Args:
-        asked: the command and its options, the job left out.
+        asked: the command and its options, without the job.
         root: an empty folder.
         few: the number of kills without ``KILLS``.
-        seed: of the instants.
-        look: what is called with a campaign's folder and whether it is done.
-        last_s: seconds after its start at which a command is killed at the latest.
+        seed: random seed of the instants.
+        look: function called with the folder of a campaign and whether the campaign has finished.
+        last_s: latest time of a kill, in seconds after the start of a command.
     """
     generator, wanted, kills = random.Random(seed), int(os.environ.get("KILLS", str(few))), 0
     campaigns = 0
@@ -146,7 +146,7 @@ def _killed(
     command = [*PROGRAM, asked[0], str(JOB), *asked[1:], "--runs-dir", str(runs)]
     kills, done = 0, False
     while not done:
-        # Most of it is start-up; the later ones are left to finish.
+        # Most of the time is start-up; later commands may finish.
         kill = Kill.drawn(generator, 2.0, last_s) if kills < most else None
         code, struck = killed(command, runs.parent / f"{runs.name}-tmp", kill)
         kills += struck
@@ -158,5 +158,5 @@ def _killed(
 
 
 def _again(asked: list[str]) -> list[str]:
-    """Return the options that must be given again: nothing is connected to on the word of a run's own files."""
+    """Return the options that must be given again, because a run's own files never open connections."""
     return ["--storage", asked[asked.index("--storage") + 1]] if "--storage" in asked else []

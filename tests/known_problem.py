@@ -1,4 +1,4 @@
-"""A problem whose costs are a formula: what is searched here has a known best plan, and costs no real steps."""
+"""A problem whose costs are given by a formula: its best plan is known, and searching it takes no real steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.plan import PlanSpace
 
 
 def known_cost(plan: Plan) -> float:
-    """A problem whose best plan is k = 2, bf16 everywhere, only blocks.1 recomputed."""
+    """The cost of a problem whose best plan is k = 2, bf16 everywhere, only blocks.1 recomputed."""
     seconds = 0.1 + 0.02 * sum(plan.precision_of(unit.name) is Precision.FP32 for unit in SPACE.units)
     seconds += 0.01 * sum(choice is Storage.RECOMPUTE for choice in plan.storage.values())
     return seconds + {1: 0.0, 2: 0.005, 4: 0.05}[plan.accumulation_steps]
@@ -30,7 +30,7 @@ def known_peak(plan: Plan) -> int:
 
 
 def known_answer(plan: Plan, steps: int, budget: int | None) -> Measurement:
-    """Return the window that a plan has, held to a budget as the real engine holds it."""
+    """Return the window of a plan under a budget, as the real engine would."""
     over = budget is not None and known_peak(plan) > budget
     return Measurement(
         steps=1 if over else steps,
@@ -48,7 +48,7 @@ def known_answer(plan: Plan, steps: int, budget: int | None) -> Measurement:
 
 
 class KnownEngine(ReplayEngine):
-    """Answer by the formula, one window after another."""
+    """An engine that computes each window by the formula."""
 
     def __init__(self) -> None:
         super().__init__(SPACE, lambda plan, steps: known_answer(plan, steps, self.memory_budget_bytes))

@@ -1,4 +1,4 @@
-"""Look at what a command leaves behind, and at what its processes listen on while it runs."""
+"""Find what a command leaves behind, and the addresses on which its processes listen."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# What the processes of one test have in their environment: other tests run at the same time.
+# Environment variable that marks the processes of one test, because other tests run at the same time.
 MARK = "AUTOTUNE_TEST_MARK"
 
 
 def processes(mark: str) -> set[int]:
-    """Return the processes that were started under a mark, corpses left out."""
+    """Return the processes that were started under a mark, without zombies."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -28,7 +28,7 @@ def processes(mark: str) -> set[int]:
 
 
 def descendants(process: int) -> set[int]:
-    """Return the processes that a process has started, and those that they have."""
+    """Return all descendants of a process."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -40,20 +40,20 @@ def descendants(process: int) -> set[int]:
 
 
 def abandoned() -> set[Path]:
-    """Return shared memory of torch's whose process is gone."""
+    """Return torch's shared memory files whose process is gone."""
     shared = Path("/dev/shm").glob("torch_*")
     return {path for path in shared if not (Path("/proc") / path.name.split("_")[1]).exists()}
 
 
 def listening(among: set[int]) -> set[str]:
-    """Return the addresses on which some processes listen, by TCP."""
+    """Return the TCP addresses on which processes listen."""
     addresses = {}
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
             columns = row.split()
             if columns[3] == "0A":
                 raw = bytes.fromhex(columns[1].partition(":")[0])
-                # Words of four bytes, each in this machine's order.
+                # Four-byte words, each in the byte order of this machine.
                 raw = b"".join(raw[start : start + 4][::-1] for start in range(0, len(raw), 4))
                 addresses[columns[9]] = socket.inet_ntop(family, raw).removeprefix("::ffff:")
     found = set()
@@ -68,7 +68,7 @@ def listening(among: set[int]) -> set[str]:
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Wait until something holds, and fail where it never does."""
+    """Wait until a condition holds, and fail if it never does."""
     until = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < until, what

@@ -1,4 +1,4 @@
-"""Measure what a policy that leans on a planner wins over the planner alone."""
+"""Measure how much time a policy that adjusts a planner saves over the planner alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autotune.gym.moving_env import MovingEnv
 
 
 def evaluate(env: MovingEnv, decide: Callable[[tuple[Features, Features]], Actions], rounds: int) -> list[float]:
-    """Return the time won over the planner alone, in percent of its run, of every lane of some rounds."""
+    """Return the time saved over the planner alone, in percent of its run, for each lane of some rounds."""
     won: list[float] = []
     for _ in range(rounds):
         observation, done = env.reset(), False
@@ -24,7 +24,7 @@ def evaluate(env: MovingEnv, decide: Callable[[tuple[Features, Features]], Actio
 
 
 def summary(won: Sequence[float]) -> dict[str, float]:
-    """Return mean, standard error and quantiles of the time won, in percent."""
+    """Return mean, standard error and quantiles of the time saved, in percent."""
     values = np.asarray(won)
     return {
         "mean": float(values.mean()),

@@ -1,4 +1,4 @@
-"""Train one rank of data-parallel runs, attached or not, and write down all that came of them; started by torchrun."""
+"""Entry point that torchrun starts: one rank of a data-parallel run, attached or not, that records its results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autotune.plan import Plan, Precision
 
 
 class Troubled(Wanders):
-    """Wander, but be late, lie or crash at times, on every rank in its own way."""
+    """A policy that proposes random plans and is sometimes late, invalid or raises, differently on each rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class Troubled(Wanders):
         self.asked = 0
 
     def decide(self, observation: Any, plan: Plan) -> Any:
-        """Return a plan, mostly."""
+        """Return a plan in most cases."""
         self.asked += 1
         if self.asked % (11 + self.rank) == 3:
             time.sleep(0.01)
-        # Each of these pauses acting for twice as long as the one before.
+        # Each trip pauses acting for twice as long as the previous one.
         if self.asked in (5, 60, 200):
             raise RuntimeError("crashed")
         if self.asked in (30, 120, 300):
@@ -47,7 +47,7 @@ class Troubled(Wanders):
 def main() -> None:
     """Train one run after another."""
     folder, ways, steps = Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3])
-    # Profiled by each rank for itself, before there are several.
+    # Each rank profiles alone before the process group exists.
     peaks = profiled_peaks() if "following" in ways else (0, 0)
     dist.init_process_group("gloo")
     for way in ways:
@@ -69,7 +69,7 @@ def train(folder: Path, way: str, steps: int, lowest: int, highest: int) -> None
     rank, world = dist.get_rank(), dist.get_world_size()
     seeded(rank)
     torch.manual_seed(0)
-    # Cut in pieces, dropout would draw other masks.
+    # If a batch is split, dropout draws different masks.
     inner = TinyGPT(width=16, blocks=4, dropout=0.0).double() if way.endswith("rounding") else deep_gpt()
     model = nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -79,13 +79,13 @@ def train(folder: Path, way: str, steps: int, lowest: int, highest: int) -> None
         policy: Any = policies.get(way, Wanders())
         budget: Any = 10**9
         if way == "following":
-            # Each rank has a budget of its own, and batches of its own length.
+            # Each rank has its own budget and batch length.
             buckets = sum(parameter.nbytes for parameter in inner.parameters())
             budget = Moves(int(lowest * (1.02 + rank / 20)) + buckets, int(highest * (1.1 + rank / 20)) + buckets)
         torch.manual_seed(100 + rank)
         limits = autotune.Limits(**{**{name: getattr(RESTLESS, name) for name in RESTLESS.__slots__}, "pause_steps": 1})
         if way.startswith("leaving") or joins:
-            # A rank that waited for another would wait beyond the test's patience.
+            # A rank that waited for another would exceed the test's time limit.
             limits = dataclasses.replace(limits, rank_timeout_s=10_000.0)
         mode, settings = "rounding" if way == "rounding" else "exact", autotune.Settings()
         if way.startswith("leaving"):

@@ -1,4 +1,4 @@
-"""State dynamic loss scaling as a state machine, the reference that torch's own scaler is tested against."""
+"""Dynamic loss scaling as a state machine: the reference for torch's own scaler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """The scale and how many good steps it has lasted.
+    """The loss scale and the number of good steps since it changed.
 
     Attributes:
         scale: s of eqs. 15-16.

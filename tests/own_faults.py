@@ -1,4 +1,4 @@
-"""Go wrong within somebody's model or optimizer: numbers that are not finite, memory that ran out."""
+"""Faults inside a user's model or optimizer: nonfinite numbers and out of memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OUT_OF_MEMORY = ("memory in forward", "memory between", "memory in backward")
 
 
 class OwnFault:
-    """Go wrong once, at the first opportunity after something is due.
+    """A fault that occurs once, at the first opportunity after it is due.
 
     Attributes:
-        fired: whether it has.
+        fired: whether the fault has occurred.
 
     Args:
         kind: one of ``NOT_FINITE`` and ``OUT_OF_MEMORY``.
-        is_due: tells whether it is time.
+        is_due: tells whether the fault is due.
         model: the model.
         optimizer: its optimizer.
     """
@@ -59,7 +59,7 @@ class OwnFault:
         return True
 
     def _run_out(self) -> None:
-        # A pass without gradients needs little.
+        # A pass without gradients needs little memory.
         if (torch.is_grad_enabled() or self.kind == "memory in backward") and self._fires():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -36,14 +36,14 @@ def main(job_name: str, plan_text: str) -> None:
     gc.collect()
     batches = engine._take_batches()
     static = tensor_bytes(resident_tensors(engine.model, engine.update.optimizer, batches))
-    # What the heap keeps of earlier steps would be used again unseen.
+    # Memory that the heap keeps from earlier steps would be reused without being counted.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = status_bytes("VmRSS")
     measured = engine.run(1)
     by_kernel = static + status_bytes("VmHWM") - before
     assert measured.failure is None, measured.failure_detail
-    # Metered afterwards: the profiler's own memory must not disturb the kernel's count.
+    # The meter runs afterwards, because the profiler's own memory must not disturb the kernel's count.
     engine.options = dataclasses.replace(engine.options, meter_memory=True)
     by_meter = engine.run(1).peak_bytes
     print(json.dumps({"static_bytes": static, "by_kernel_bytes": by_kernel, "by_meter_bytes": by_meter}))  # noqa: T201

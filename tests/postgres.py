@@ -1,4 +1,4 @@
-"""Install, start and stop a real PostgreSQL for tests, on loopback and in a folder of its own."""
+"""Start and stop a real PostgreSQL server for tests, on loopback and in its own folder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _USER = "postgres"
 
 
 def binary(name: str) -> str | None:
-    """Return a server's program; ``None`` where there is none."""
+    """Return the path of a server program; ``None`` if it is not installed."""
     found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
     return str(found[-1]) if found else shutil.which(name)
 
 
 def account() -> str | None:
-    """Return whom the server runs as: it refuses to run as root."""
+    """Return the user that the server runs as, because it refuses to run as root."""
     if os.geteuid() != 0:
         return None
     known = {entry.pw_name for entry in pwd.getpwall()}
@@ -30,13 +30,13 @@ def account() -> str | None:
 
 
 def available() -> bool:
-    """Tell whether a server can be had."""
+    """Tell whether a server can be started."""
     return binary("initdb") is not None and binary("pg_ctl") is not None
 
 
 @contextmanager
 def server() -> Iterator[Server]:
-    """Yield a running server, and stop it."""
+    """Yield a running server, and stop it afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="autotune-postgres-"))
     found = Server(folder)
     try:
@@ -49,10 +49,10 @@ def server() -> Iterator[Server]:
 
 
 class Server:
-    """A server in a folder.
+    """A PostgreSQL server whose data are in one folder.
 
     Args:
-        folder: where its data lie.
+        folder: folder of its data.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,14 +63,14 @@ class Server:
         self.url = f"postgresql://{_USER}@127.0.0.1:{self._port}/postgres"
 
     def make(self) -> None:
-        """Make its folder."""
+        """Create its folder."""
         owner = account()
         if owner is not None:
             shutil.chown(self._folder, owner)
         self._run("initdb", "-D", str(self._folder / "data"), "-U", _USER, "-A", "trust", "-E", "UTF8", "--no-sync")
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server, and wait until it answers."""
         options = f"-p {self._port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self._folder}"
         self._run(
             "pg_ctl", "-D", str(self._folder / "data"), "-o", options, "-l", str(self._folder / "log"), "-w", "start"
@@ -82,7 +82,7 @@ class Server:
         return self.url.removesuffix("postgres") + name
 
     def stop(self) -> None:
-        """Stop it at once."""
+        """Stop the server at once."""
         if (self._folder / "data" / "postmaster.pid").exists():
             self._run("pg_ctl", "-D", str(self._folder / "data"), "-m", "immediate", "stop")
 

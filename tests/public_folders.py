@@ -1,4 +1,4 @@
-"""Tiny folders in the formats in which CIFAR-10 and WikiText-2 are published."""
+"""Tiny folders in the published formats of CIFAR-10 and WikiText-2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def drawn_images(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pickle_of_python_2(pixels: np.ndarray, labels: np.ndarray) -> bytes:
-    """Return the pickle that Python 2 wrote for CIFAR-10: protocol 2, byte strings, numpy's names of then."""
+    """Return a pickle as Python 2 wrote it for CIFAR-10: protocol 2, byte strings, and numpy's former names."""
 
     def text(value: bytes) -> bytes:
         return b"U" + bytes([len(value)]) + value

@@ -26,7 +26,7 @@ def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 class Skipping(TinyGPT):
-    """Leave a block out as a draw says, and each rank draws for itself."""
+    """A model that skips a block at random, independently on each rank."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -37,7 +37,7 @@ class Skipping(TinyGPT):
 
 
 class Crammed(Block):
-    """Run out of memory on the last rank with more than four samples in fp32, by the exception that a GPU raises."""
+    """A model that runs out of memory on the last rank for more than four fp32 samples, as a GPU would."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if distributed.get_rank() and len(x) > 4 and not torch.is_autocast_enabled("cpu"):
@@ -51,7 +51,7 @@ def crammed_transformer() -> TinyGPT:
     return model
 
 
-# Weights and activations of about the same size, so that what ZeRO spreads is seen.
+# Weights and activations have about the same size, so that the savings of ZeRO are visible.
 transformer = Job(
     name="ranked",
     model=lambda: TinyGPT(width=128, blocks=4, dropout=0.1),

@@ -1,4 +1,4 @@
-"""Start a test's file on several ranks, as its user would, and give it up where it hangs."""
+"""Run a script of the tests on several ranks, as a user would, with a time limit."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ TESTS = Path(__file__).parent
 
 
 def run_on_ranks(file: str, *arguments: object, ranks: int = 2, timeout_s: float = 290) -> None:
-    """Run a file of this folder through torchrun, one thread a rank; fail with its last words if a rank does.
+    """Run a file of this folder with torchrun, one thread per rank; fail with its output if a rank fails.
 
     Args:
-        file: its name.
-        arguments: for it.
-        ranks: how many.
-        timeout_s: seconds that it may take.
+        file: name of the file.
+        arguments: command line of the file.
+        ranks: number of ranks.
+        timeout_s: time limit in seconds.
     """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-        # DeepSpeed looks for ninja.
+        # DeepSpeed needs ninja on the path.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

@@ -1,4 +1,4 @@
-"""Record a real run window by window under plans that change: what the simulator's strengths are fitted to."""
+"""Record a real run window by window under changing plans; the simulator's strengths are fitted to the result."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, PlanSpace
 
-# Significant digits of what is recorded.
+# Significant digits of recorded numbers.
 _DIGITS = 6
 
 
 def schedule(space: PlanSpace, windows: int, *, stay: int = 2) -> list[Plan]:
-    """Return a plan for each window: k in long ascending stretches, and within them three plans in turn.
+    """Return a plan for each window: k in long ascending stretches, with three plans in turn within each.
 
     The three are the baseline, 16-bit everywhere, and everything recomputed.
 
     Args:
         space: the job's plans.
-        windows: how many, at least 1.
-        stay: windows that a plan is kept for.
+        windows: number of windows, at least 1.
+        stay: number of windows for which a plan is kept.
 
     Raises:
         ValueError: if ``windows`` or ``stay`` is below 1.
@@ -53,17 +53,17 @@ def schedule(space: PlanSpace, windows: int, *, stay: int = 2) -> list[Plan]:
 
 
 def record(job: Job, plans: Sequence[Plan], *, steps: int, window_steps: int, seed: int) -> list[dict[str, Any]]:
-    """Train a job under plans that change, and return what each window saw.
+    """Train a job under changing plans, and return the measurement of each window.
 
-    Every window feeds the noise scale once, where the plan allows it: at k = 1 under fixed batching its step is cut in
-    two. Peaks are not metered, because that would add to the seconds of the first steps after a switch.
+    Every window feeds the noise scale once if the plan allows it: at k = 1 under fixed batching its step is split in
+    two. Peaks are not metered, because that would lengthen the first steps after a switch.
 
     Args:
         job: the job.
-        plans: the plan of each window; begun again when there are fewer than windows.
+        plans: the plan of each window; repeated if there are fewer plans than windows.
         steps: optimizer steps in all; the last window may be shorter than the others.
         window_steps: optimizer steps of a window.
-        seed: of weights, batches and everything random.
+        seed: random seed of weights, batches and all else.
 
     Returns:
         A JSON object per window: ``window``, its number from 0; ``plan``; ``measurement``, to six significant digits
@@ -108,7 +108,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _samples(job: Job, plans: Sequence[Plan], steps: int) -> int:
-    """Return about how many samples the recording uses up: the length of its learning-rate schedule."""
+    """Return the approximate number of samples of the recording, the length of its learning-rate schedule."""
     if job.batching == "fixed":
         return max(job.total_samples, steps * job.batch_size)
     mean = sum(plan.accumulation_steps for plan in plans) / len(plans)
@@ -123,14 +123,14 @@ def _batch_bytes(stream: BatchStream, batches: int) -> list[float]:
 
 
 def _kept(window: Measurement) -> dict[str, Any]:
-    """Return the window as a JSON object: six digits, nothing per unit."""
+    """Return the window as a JSON object with six significant digits, without statistics per unit."""
     gradient = None if window.gradient is None else replace(window.gradient, per_unit={})
     kept: dict[str, Any] = _rounded(replace(window, gradient=gradient).to_json())
     return kept
 
 
 def _rounded(value: Any) -> Any:
-    """Return a JSON value with its numbers cut to six significant digits; whole numbers stay."""
+    """Return a JSON value with its numbers rounded to six significant digits; whole numbers stay."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):

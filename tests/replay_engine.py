@@ -1,4 +1,4 @@
-"""Answer windows from a function or a record instead of training: what was measured once can be searched again."""
+"""An engine that returns recorded or computed windows instead of training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_trace(path: Path) -> dict[Plan, list[Measurement]]:
 
 
 def space_of(plans: Iterable[Plan]) -> PlanSpace:
-    """Return the smallest space that holds some plans of one job; units' sizes are unknown in it."""
+    """Return the smallest space that contains the plans; the sizes of its units are unknown."""
     plans = list(plans)
     first = plans[0]
     return PlanSpace(
@@ -49,12 +49,12 @@ def space_of(plans: Iterable[Plan]) -> PlanSpace:
 
 
 class ReplayEngine(EngineBase):
-    """An engine whose windows are known beforehand.
+    """An engine whose windows are known in advance.
 
     Args:
         space: the plans that can be applied.
-        answers: what a window of a plan measures: a function of plan and steps, or a record by plan, whose windows
-            are returned in turn.
+        answers: the measurement of a window: a function of plan and steps, or a record by plan, whose windows are
+            returned in turn.
         metrics: what successive evaluations return; the last one repeats.
     """
 
@@ -88,7 +88,7 @@ class ReplayEngine(EngineBase):
         return self._held(recorded[seen % len(recorded)])
 
     def _held(self, window: Measurement) -> Measurement:
-        """Return a recorded window as it would have been under the budget of now."""
+        """Return a recorded window as it would have been under the current budget."""
         budget, peak = self.memory_budget_bytes, window.peak_bytes
         if window.failure not in (None, Failure.OVER_BUDGET):
             return window

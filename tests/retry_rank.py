@@ -1,4 +1,4 @@
-"""Train one rank with a TunedTrainer, on which memory runs out where it is told; started by torchrun."""
+"""Entry point that torchrun starts: one rank with a TunedTrainer that runs out of memory at given steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ STEPS = 7
 
 
 class Fails(torch.autograd.Function):
-    """Raises in forward or in backward, as an allocation does."""
+    """Raises in forward or in backward, as a failed allocation does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, where: str) -> torch.Tensor:
-        """Raise, or hand on."""
+        """Raise, or return the input."""
         if where == "forward":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         ctx.where = where
@@ -31,14 +31,14 @@ class Fails(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Raise, or hand on."""
+        """Raise, or return the input."""
         if ctx.where == "backward":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return gradient, None
 
 
 class Sparing(Noisy):
-    """Runs out of memory for more samples than a step's limit."""
+    """A model that runs out of memory for more samples than a step's limit."""
 
     where = "forward"
     limits: dict[int, int]
@@ -53,10 +53,10 @@ class Sparing(Noisy):
         self.sometimes = torch.nn.Parameter(torch.zeros(16))
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
-        """Return what ``Noisy`` does, unless memory runs out."""
+        """Return the output of ``Noisy``, or run out of memory."""
         outputs = super().forward(input_ids, attention_mask, labels)
         if self.training and dist.get_rank() == self.step % 2:
-            # Gets a gradient on one rank alone.
+            # Gets a gradient on one rank only.
             outputs["loss"] = outputs["loss"] + (self.sometimes - 0.1).square().mean()
         if self.training and len(input_ids) > self.limits.get(self.step, 10**9):
             outputs["loss"] = Fails.apply(outputs["loss"], self.where)
@@ -64,9 +64,9 @@ class Sparing(Noisy):
 
 
 def main() -> None:
-    """Train."""
+    """Train one rank."""
     folder, way = Path(sys.argv[1]), sys.argv[2]
-    # rank, step, largest micro-batch that fits from then on, and where the others fail.
+    # rank, step, largest micro-batch that fits from then on, and the place where larger ones fail.
     rank_that_fails, first, fits, where = (*sys.argv[3].split(","),)
     settings = arguments(
         folder,
@@ -83,10 +83,10 @@ def main() -> None:
     model.limits = dict.fromkeys(steps, int(fits))
 
     class Counting(TunedTrainer):
-        """Tells the model which step runs."""
+        """A trainer that tells the model the number of the current step."""
 
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            """Tell, and run it."""
+            """Tell the model the step, and run the step."""
             self.model.step = self.state.global_step
             ks.append(0)
             return super().training_step(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Other small real jobs, to compare on several at once."""
+"""Further small real jobs, for comparisons on several jobs."""
 
 import tiny_job
 
@@ -6,5 +6,5 @@ from autotune import Job
 
 
 def narrow() -> Job:
-    """Return the tiny job at another target, under another name."""
+    """Return the tiny job with another target and name."""
     return tiny_job.make(name="narrow", target=2.5)

@@ -1,4 +1,4 @@
-"""Train one rank through a DeepSpeed engine of one's own, attached and not, in one process; started by torchrun."""
+"""Entry point that torchrun starts: one rank of a DeepSpeed engine, trained both attached and unattached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 class Insists:
-    """Ask for what cannot be, late and at times not at all, on every rank in its own way."""
+    """A policy that proposes impossible plans, is late or does not answer, differently on each rank."""
 
     name = "insists"
 
@@ -58,7 +58,7 @@ def engine_of(stage: int, accumulated: int, **sections: Any) -> Any:
 
 
 def train(stage: int, steps: int, accumulated: int, policy: Any, **sections: Any) -> dict[str, Any]:
-    """Train by hand, or attached where there is a policy."""
+    """Train manually, or attached if there is a policy."""
     rank, world = dist.get_rank(), dist.get_world_size()
     engine = engine_of(stage, accumulated, **sections)
     names = list(engine.module.state_dict())
@@ -110,7 +110,7 @@ def train(stage: int, steps: int, accumulated: int, policy: Any, **sections: Any
 
 
 def refusals(stage: int) -> dict[str, str]:
-    """Attach to what cannot be attached to, and return the lines."""
+    """Attach to unsupported objects, and return the error messages."""
     engine = engine_of(stage, 1)
     compiled = engine_of(stage, 1, managed_gradient_accumulation=False)
     found = {}
@@ -131,7 +131,7 @@ def refusals(stage: int) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run what the arguments name, and write what came of it for each rank."""
+    """Run the parts that the arguments name, and write the results of each rank."""
     folder, stage, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     deepspeed = imported("cpu")
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Train one rank of a DeepSpeed job under plans drawn at random, and write down all that came of it; for torchrun."""
+"""Entry point that torchrun starts: one rank of a DeepSpeed job under random plans, which records its results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IGNORED = -100
 
 
 def batches(seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield tokens of which a varying number, in some samples all, bears no loss."""
+    """Yield tokens of which a varying number is ignored in the loss, in some samples all."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         tokens = torch.randint(11, (BATCH, LENGTH), generator=generator)
@@ -70,7 +70,7 @@ def at_random(space: PlanSpace, draw: random.Random, precision: Precision = Prec
 
 
 def mixed_precision(stage: int, steps: int) -> dict[str, Any]:
-    """Train with units in bf16 and in fp32, drawn at random, and the same with plain torch."""
+    """Train with random units in bf16 and fp32, and train the same with plain torch."""
     options = EngineOptions(meter_memory=False, statistics_every=None)
     ours, plain = DeepSpeedEngine(make(), zero_stage=stage, options=options), TorchEngine(make(), options=options)
     if Precision.BF16 not in ours.space.precisions:
@@ -87,7 +87,7 @@ def mixed_precision(stage: int, steps: int) -> dict[str, Any]:
 
 
 def whole(engine: DeepSpeedEngine) -> list[torch.Tensor]:
-    """Return the model's parameters, gathered."""
+    """Return the model's parameters, gathered from all ranks."""
     import deepspeed
 
     parameters = list(engine.model.parameters())
@@ -107,7 +107,7 @@ def farthest(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 
 
 def equals_torch(stage: int, steps: int, **changes: Any) -> dict[str, Any]:
-    """Draw a plan at every step, and train the same with plain torch in this process."""
+    """Train under a random plan at every step, and train the same with plain torch in this process."""
     options = EngineOptions(meter_memory=False, statistics_every=7)
     ours = DeepSpeedEngine(make(**changes), zero_stage=stage, options=options)
     plain = TorchEngine(make(**changes), options=options)
@@ -145,13 +145,13 @@ def equals_torch(stage: int, steps: int, **changes: Any) -> dict[str, Any]:
 
 
 def adaptive_equals_torch(stage: int, steps: int) -> dict[str, Any]:
-    """Do the same where a step consumes k batches and its learning rate follows."""
+    """Do the same under adaptive batching, where the learning rate follows k."""
     found = equals_torch(stage, steps, batching="adaptive", lr_rule="sqrt")
     return {name: found[name] for name in ("apart", "loss_apart", "norm_apart", "samples", "failures")}
 
 
 def storage_is_exact(stage: int, steps: int) -> dict[str, Any]:
-    """Train twice with dropout: as it is, and with units recomputed at random."""
+    """Train twice with dropout: unchanged, and with random units recomputed."""
     digests, recomputed = [], 0
     for switching in (False, True):
         engine = DeepSpeedEngine(make(dropout=0.1), zero_stage=stage, options=EngineOptions(meter_memory=False))
@@ -167,7 +167,7 @@ def storage_is_exact(stage: int, steps: int) -> dict[str, Any]:
 
 
 def troubles(stage: int, steps: int) -> dict[str, Any]:
-    """Meet losses that are not finite on one rank alone, and return to a snapshot."""
+    """Train with nonfinite losses on one rank, and restore a snapshot."""
     import torch.distributed as dist
 
     bad = {"rank": -1}
@@ -220,7 +220,7 @@ def other_arguments(stage: int, _steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what the arguments name, and write what came of it for each rank."""
+    """Run the parts that the arguments name, and write the results of each rank."""
     folder, what, stage, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
     found = {name: globals()[name](stage, steps) for name in what.split(",")}

@@ -1,4 +1,4 @@
-"""Answer windows from a profile and a convergence model: a training run in microseconds."""
+"""An engine that computes windows from a profile and a convergence model: a training run in microseconds."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from autotune.simulator.simulated_job import SimulatedJob
 
 
 class SimulatedEngine(EngineBase):
-    """Run one simulated job.
+    """An engine that runs one simulated job.
 
     Args:
         job: the job.
-        world: how the run differs from its profile; ``None``: not at all.
-        seed: of everything random.
+        world: how the run differs from its profile; ``None`` if it does not.
+        seed: random seed.
         discard_steps: first steps of a window that are not timed.
 
     Attributes:
-        memory_budget_bytes: the budget that windows are held to; the world may change it.
+        memory_budget_bytes: the budget of windows; the world may change it.
     """
 
     def __init__(self, job: SimulatedJob, *, world: World | None = None, seed: int = 0, discard_steps: int = 1) -> None:
@@ -47,7 +47,7 @@ class SimulatedEngine(EngineBase):
         k, choices = simulation.told.encode(0, self.plan)
         window = simulation.run(np.array([k]), choices[None], steps)
         if budget < math.inf:
-            # The world may have changed it.
+            # The world may have changed the budget.
             lanes.budget[0] = self.memory_budget_bytes = int(lanes.budget[0])
         return measurement(simulation, window, 0, discard_steps=self._discard)
 
@@ -56,7 +56,7 @@ class SimulatedEngine(EngineBase):
         return float(self._simulation.metric()[0])
 
     def snapshot(self) -> Any:
-        """Return the run's state, its generator's included."""
+        """Return the run's state, including its generator's."""
         return self._simulation.snapshot()
 
     def restore(self, snapshot: Any) -> None:
@@ -68,9 +68,9 @@ def measurement(simulation: Simulation, window: Windows, lane: int, *, discard_s
     """Return one lane's window as the measurement that a real engine would have returned.
 
     Args:
-        simulation: whose window it is.
-        window: what it saw.
-        lane: which lane.
+        simulation: the simulation that ran the window.
+        window: results of all lanes.
+        lane: number of the lane.
         discard_steps: first steps that are not timed.
     """
 

@@ -1,8 +1,7 @@
-"""Train jobs that exist as numbers only, many at once.
+"""Simulated training of many jobs at once.
 
-A profile says what a step costs, a convergence model what it wins.
-
-Everything random comes from one generator, so that a simulation repeats exactly under its seed and its plans.
+A profile gives the cost of a step, and a convergence model its progress. Everything random comes from one generator, so
+that a simulation repeats exactly for the same seed and plans.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ _DECAY = NoiseScaleAverage().decay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """How a run differs from what its profile predicts; with all zero it does not.
+    """How a run differs from its profile's predictions; not at all if all values are zero.
 
     Attributes:
         time_noise_frac: standard deviation of the logarithm of a window's median step.
         drift_frac: standard deviation of the logarithm of the machine's slow changes of speed.
-        drift_windows: after how many windows such a change is forgotten.
+        drift_windows: correlation time of these changes in windows.
         noise_scale_error: standard deviation of one sample of tr(Sigma) and of |G|^2, relative.
         loss_noise_frac: standard deviation of a window's mean loss, relative, at a batch of one noise scale.
         length_rate: chance per window that sequences change their length.
         length_range: factor on the profiled length, from and to.
         budget_rate: chance per window that the budget changes.
         budget_range: factor on the first budget, from and to.
-        noise_rate: chance per window that the data changes its noise.
+        noise_rate: chance per window that the noise of the data changes.
         noise_range: factor on the noise scale, from and to.
     """
 
@@ -53,7 +52,7 @@ class World:
     noise_range: tuple[float, float] = (0.5, 2.0)
 
 
-# Round figures of the order that real runs showed on a shared machine; not fitted to recorded ones.
+# Round values of the order observed in real runs on a shared machine; not fitted to recorded runs.
 MOVING = World(
     time_noise_frac=0.03,
     drift_frac=0.05,
@@ -70,13 +69,13 @@ class Lanes:
     """The state of n runs; every array has shape (n,).
 
     Attributes:
-        job: which job each lane runs.
+        job: number of the job that each lane runs.
         effort: effective steps so far.
         steps: optimizer steps.
         samples: samples consumed.
         seconds: wall time so far.
         drift: logarithm of the machine's slowness.
-        length: factor on the profiled sequence length.
+        length: current sequence length relative to the profiled length.
         noise_factor: factor on the noise scale.
         budget: in bytes; infinity for none.
         first_budget: the budget that the run began with.
@@ -84,7 +83,7 @@ class Lanes:
         square: moving average of |G|^2.
         learnt: samples in these averages.
         learnt_at: the step that last fed them; -1 before the first.
-        plan_row: number that tells plans apart, so that a switch is seen.
+        plan_row: number that identifies the plan, so that a switch is detected.
     """
 
     job: Indices
@@ -127,7 +126,7 @@ class Lanes:
         )
 
     def take(self, where: Indices) -> Lanes:
-        """Return some lanes, copied."""
+        """Return copies of some lanes."""
         return Lanes(**{item.name: getattr(self, item.name)[where] for item in fields(self)})
 
     def put(self, where: Indices, other: Lanes) -> None:
@@ -138,7 +137,7 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """What a window of each lane saw; arrays of shape (n,), or (n, max_units) for units; unknown is NaN.
+    """Measurements of a window of each lane; shape (n,), or (n, max_units) for units; unknown values are NaN.
 
     Attributes:
         steps: optimizer steps that were run.
@@ -147,15 +146,15 @@ class Windows:
         seconds_per_step: measured median; NaN where no step was timed.
         total_s: wall seconds.
         peak_bytes: the peak.
-        over_budget: whether the window ended for it.
+        over_budget: whether the window ended because it exceeded the budget.
         loss: mean training loss.
         norm: norm of the gradient.
         noise_scale: as estimated so far.
-        noise_age_steps: steps since it was last fed.
+        noise_age_steps: steps since the noise scale was last updated.
         variance: eq. 7.
         learning_rate: relative to the job's own.
         unit_rms: root mean square of each unit's gradient.
-        unit_signal_to_noise: of each unit.
+        unit_signal_to_noise: signal-to-noise ratio of each unit.
         unit_underflow: share of each unit's gradient that fp16 cannot hold.
     """
 
@@ -179,7 +178,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MoreArrays:
-    """What else differs between jobs, as arrays over jobs."""
+    """Further properties of jobs, as arrays over jobs."""
 
     metric: Curves
     batch: Floats
@@ -213,16 +212,16 @@ class _MoreArrays:
 
 
 class Simulation:
-    """Run lanes of simulated jobs.
+    """A simulation of many lanes, each of which runs one job.
 
     Args:
         jobs: the jobs that lanes can run.
         world: how runs differ from their profiles.
-        seed: of everything random.
-        max_units: units that arrays have room for; ``None`` takes the largest job's.
+        seed: random seed.
+        max_units: size of arrays over units; ``None`` takes the largest job's.
 
     Attributes:
-        told: what planners are told that plans cost.
+        told: costs of plans as planners know them.
         lanes: the runs' state.
     """
 
@@ -238,7 +237,7 @@ class Simulation:
         self.lanes = Lanes.begin(np.zeros(0, dtype=np.int64))
 
     def reseed(self, seed: int) -> None:
-        """Draw everything random from another seed from now on."""
+        """Set the seed of all further random draws."""
         self._generator = np.random.default_rng(seed)
 
     def begin(self, job: Indices) -> None:
@@ -265,7 +264,7 @@ class Simulation:
         return self._more.metric.take(self.lanes.job).at(self.lanes.effort)
 
     def arrived(self) -> Flags:
-        """Tell which lanes have met their target."""
+        """Tell which lanes have reached their target."""
         job = self.lanes.job
         return np.asarray(self._more.sign[job] * self.metric() <= self._more.sign[job] * self._more.target[job])
 
@@ -274,7 +273,7 @@ class Simulation:
         return np.minimum(self.lanes.samples / self._more.total_samples[self.lanes.job], 1.0)
 
     def run_some(self, where: Indices, k: Indices, choices: Indices, steps: int) -> Windows:
-        """Run a window of some lanes; arrays are theirs. See :meth:`run`."""
+        """Run a window of some lanes; the arrays belong to these lanes. See :meth:`run`."""
         whole, self.lanes = self.lanes, self.lanes.take(where)
         try:
             return self.run(k, choices, steps)
@@ -323,7 +322,7 @@ class Simulation:
         )
 
     def snapshot(self) -> tuple[Lanes, np.random.Generator]:
-        """Return the state of all lanes and of the generator, copied."""
+        """Return a copy of the state of all lanes and of the generator."""
         return copy.deepcopy(self.lanes), copy.deepcopy(self._generator)
 
     def restore(self, state: tuple[Lanes, np.random.Generator]) -> None:
@@ -331,7 +330,7 @@ class Simulation:
         self.lanes, self._generator = copy.deepcopy(state)
 
     def _happen(self) -> None:
-        """Let the world move by one window."""
+        """Advance the world by one window."""
         world, lanes = self.world, self.lanes
         if world.drift_frac:
             keep = np.exp(-1 / world.drift_windows)
@@ -349,7 +348,7 @@ class Simulation:
                 setattr(lanes, name, np.where(hit, value, getattr(lanes, name)))
 
     def _note_plan(self, plans: Plans) -> Flags:
-        """Return which lanes run another plan than in the window before."""
+        """Return which lanes run another plan than in the previous window."""
         weights = np.arange(1, plans.choices.shape[1] + 1) * 2654435761 + 97
         row = (plans.choices + 1) @ weights + plans.k * 40503
         switched = (row != self.lanes.plan_row) & (self.lanes.plan_row >= 0)
@@ -357,7 +356,7 @@ class Simulation:
         return np.asarray(switched)
 
     def _train(self, plans: Plans, steps: Indices) -> tuple[Floats, Floats, Floats, Floats]:
-        """Move the effort; return loss and |G|^2 in the window's middle, the batch and the true noise scale."""
+        """Advance the effort; return loss, |G|^2 (both mid-window), batch and true noise scale."""
         lanes, facts = self.lanes, self._facts
         curve, batch = facts.loss.take(lanes.job), self.batch(plans.k)
         noise = self._noise_at(curve.at(lanes.effort))
@@ -365,7 +364,7 @@ class Simulation:
         gained = steps * step_efficiency(batch, noise, errors)
         middle = lanes.effort + gained / 2
         lanes.effort = lanes.effort + gained
-        # For gradient descent the loss falls as |G|^2 does; relative to the first step's.
+        # For gradient descent the loss falls in proportion to |G|^2; both are relative to the first step.
         square = (1 + middle / curve.scale) ** (-curve.exponent - 1)
         return curve.at(middle), batch, square, noise
 
@@ -375,7 +374,7 @@ class Simulation:
         return np.asarray(law * facts.noise_factor[job] * self.lanes.noise_factor)
 
     def _learn(self, k: Indices, batch: Floats, square: Floats, noise: Floats) -> Floats:
-        """Feed the noise scale's averages where a step had two batch sizes; return eq. 7's variance there."""
+        """Update the noise scale's averages if a step had two batch sizes; return the variance of eq. 7."""
         lanes, facts = self.lanes, self._facts
         pieces = self.told.accumulation_steps[lanes.job, k]
         split = (pieces == 1) & facts.splits[lanes.job]
@@ -383,7 +382,7 @@ class Simulation:
         seen = pieces > 1
         error = self.world.noise_scale_error
         trace = noise * square * np.exp(self._normal(error) - error**2 / 2)
-        # Noise in the gradient that is left at this batch makes |G|^2 harder to tell.
+        # The gradient noise remaining at this batch size makes |G|^2 less certain.
         found = square * (1 + self._normal(error) * np.minimum(0.2 + noise / batch, 2.0))
         past = np.minimum(_DECAY, lanes.learnt / (lanes.learnt + 1.0))
         lanes.trace = np.where(seen, past * lanes.trace + (1 - past) * trace, lanes.trace)
@@ -399,7 +398,7 @@ class Simulation:
         return np.where(known, lanes.trace / np.where(known, lanes.square, 1.0), np.nan)
 
     def _units(self, norm: Floats, batch: Floats, noise: Floats, variance: Floats) -> dict[str, Floats]:
-        """Return per-unit statistics: shares of the whole that stay as they are."""
+        """Return per-unit statistics: constant shares of the whole."""
         share = np.repeat(self._more.unit_share[self.lanes.job][:, None], self.told.max_units, axis=1)
         ratio = np.where(np.isnan(variance), np.nan, batch / np.maximum(noise, 1e-9))
         return {

@@ -1,4 +1,4 @@
-"""Training jobs of a few milliseconds a step, and exact comparisons of what training leaves behind."""
+"""Training jobs with steps of a few milliseconds, and exact comparisons of training states."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def perceptron_job(**changes: Any) -> Job:
 
 
 def training_state(engine: TorchEngine) -> dict[str, Any]:
-    """Return copies of all that a step may change: parameters, buffers, optimizer, generators, counters."""
+    """Return copies of all state that a step may change: parameters, buffers, optimizer, generators, counters."""
     snapshot = engine.snapshot()
     return {
         **{f"tensor {name}": value for name, value in snapshot.tensors.items()},
@@ -128,14 +128,14 @@ def training_state(engine: TorchEngine) -> dict[str, Any]:
 
 
 def weights_of(engine: TorchEngine) -> dict[str, Any]:
-    """Return copies of parameters and optimizer state alone."""
+    """Return copies of parameters and optimizer state."""
     names = {name for name, _ in engine.model.named_parameters()}
     kept = {f"tensor {name}" for name in names}
     return {key: value for key, value in training_state(engine).items() if key in kept or key.startswith("optimizer ")}
 
 
 def global_generators() -> dict[str, Any]:
-    """Return the states of the process's generators."""
+    """Return the states of the global random number generators."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002

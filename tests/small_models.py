@@ -1,4 +1,4 @@
-"""Models that train in milliseconds, in plain torch: a process without this project can import them."""
+"""Models that train in milliseconds, in plain torch, so that a process without this project can import them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Predict the next of a few tokens; the units are embedding, blocks.0 ... and head."""
+    """A next-token model; the units are embedding, blocks.0 ... and head."""
 
     def __init__(self, *, tokens: int = 11, width: int = 8, blocks: int = 3, dropout: float = 0.1) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ConvolutionBlock(nn.Module):
 
 
 class TinyConvolution(nn.Module):
-    """Classify 4x4 images; the units are stem, blocks.0 ... and head."""
+    """A classifier of 4x4 images; the units are stem, blocks.0 ... and head."""
 
     def __init__(self, *, width: int = 4, blocks: int = 3, momentum: float | None = 0.1) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Perceptron(nn.Module):
 
 
 class ReplacedBuffer(nn.Module):
-    """Keep a running sum by replacing the buffer, not by writing to it; twice in a call where it is clamped."""
+    """A running sum kept by replacing the buffer instead of writing to it; replaced twice if it is clamped."""
 
     def __init__(self, width: int, *, clamped: bool = False) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class ReplacedBuffer(nn.Module):
 
 
 class ReplacedBuffers(nn.Module):
-    """Stack two modules that replace a buffer."""
+    """A stack of two modules that replace a buffer."""
 
     def __init__(self, width: int = 3, *, clamped: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Run one of several ranks that a model is sharded over, alone and attached, and compare to the last bit."""
+"""Entry point of one rank of a sharded model, trained attached and unattached and compared bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autotune.errors import AttachError
 
 
 class Mixed(nn.Module):
-    """A block whose two layers can be split over ranks."""
+    """A block whose two layers can be sharded over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def fully_sharded(model: nn.Module, mesh: DeviceMesh | None = None, *, reshards:
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Split each block's layers over ranks, as tensor parallelism does."""
+    """Shard each block's layers over ranks, as tensor parallelism does."""
     for block in model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
@@ -64,10 +64,10 @@ def spread(way: str) -> nn.Module:
 
 
 def train(way: str, attaching: dict[str, Any] | None, clip_norm: float | None) -> tuple[list[Any], list[str]]:
-    """Return losses and weights, and what was recomputed at each step."""
+    """Return losses, weights and the recomputed units of each step."""
     model = spread(way)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
-    # Ranks that split a layer have the same batches.
+    # Ranks that share a layer have the same batches.
     own = {"tensor": 0, "both": dist.get_rank() // 2}.get(way, dist.get_rank())
     torch.manual_seed(own)
     tuner = None
@@ -113,7 +113,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     refuses(TinyGPT(), "not spread over them")
     for way in ways:
-        # One norm of tensors on several meshes is what torch itself does not compute.
+        # torch cannot compute one norm of tensors on several meshes.
         clip_norm = None if way in ("tensor", "both", "flattened") else 0.5
         plain, _ = train(way, None, clip_norm)
         for name, policy, budget in (("lean", "exact", 1), ("wander", Wanders(), 10**9)):

@@ -1,4 +1,4 @@
-"""What an accelerator asks of this package, held on a fake one: memory, time, random numbers, failures."""
+"""Tests of memory, time, random numbers and failures on a fake accelerator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LIVELY = Limits(decide_every=5, pause_steps=5, min_steps_between_switches=5, ove
 
 @pytest.fixture(autouse=True)
 def _asked_anew(accelerator: ModuleType) -> Iterator[None]:
-    """Let what a device can do be asked again: here it changes."""
+    """Clear cached device capabilities, because tests change them."""
     for known in (devices.lacks, devices.traces_memory):
         known.cache_clear()
     yield
@@ -47,7 +47,7 @@ def _asked_anew(accelerator: ModuleType) -> Iterator[None]:
 
 
 def allocated(fake: ModuleType) -> int:
-    """Return what lives on the device, garbage apart."""
+    """Return the bytes allocated on the device, without garbage."""
     gc.collect()
     return int(fake.stats()["allocated_bytes.all.current"])
 
@@ -69,7 +69,7 @@ def some_plans(space: Any, count: int) -> list[Any]:
 # 1
 
 
-def test_backward_runs_in_a_thread_of_the_device() -> None:
+def test_backward_runs_in_the_device_thread() -> None:
     seen: set[int] = set()
     weight = torch.ones(4, device=DEVICE, requires_grad=True)
     weight.register_hook(lambda gradient: seen.add(threading.get_ident()))
@@ -80,7 +80,7 @@ def test_backward_runs_in_a_thread_of_the_device() -> None:
 # 2
 
 
-def test_every_byte_of_the_device_is_in_the_trace(accelerator: ModuleType) -> None:
+def test_trace_contains_every_byte_on_the_device(accelerator: ModuleType) -> None:
     running = engine(meter_memory=False)
     running.run(2)
     tracer = StepTracer(running.model, [unit.name for unit in running.space.units], running.device)
@@ -98,7 +98,7 @@ def test_every_byte_of_the_device_is_in_the_trace(accelerator: ModuleType) -> No
 # 3
 
 
-def test_a_profile_leaves_nothing_on_the_device(accelerator: ModuleType) -> None:
+def test_profiling_leaves_nothing_on_the_device(accelerator: ModuleType) -> None:
     before = allocated(accelerator)
     profiled()
     assert allocated(accelerator) == before
@@ -108,7 +108,7 @@ def test_a_profile_leaves_nothing_on_the_device(accelerator: ModuleType) -> None
 
 
 @pytest.mark.parametrize("workspace", [0, 64 * 2**20])
-def test_peaks_are_predicted_also_beside_a_librarys_workspace(accelerator: ModuleType, workspace: int) -> None:
+def test_peaks_are_predicted_even_when_a_library_holds_a_workspace(accelerator: ModuleType, workspace: int) -> None:
     held = torch.empty(workspace, dtype=torch.uint8, device=DEVICE)
     known = profiled()
     running = engine()
@@ -123,7 +123,7 @@ def test_peaks_are_predicted_also_beside_a_librarys_workspace(accelerator: Modul
 
 
 @pytest.mark.parametrize("room", [0.75, 0.9])
-def test_a_plan_for_what_is_reserved_fits_though_memory_is_in_pieces(accelerator: ModuleType, room: float) -> None:
+def test_plan_for_a_reserved_budget_fits_despite_fragmentation(accelerator: ModuleType, room: float) -> None:
     accelerator.small_segments(64)
     known = profiled()
     assert known.fragments_bytes > 0
@@ -142,9 +142,9 @@ def test_a_plan_for_what_is_reserved_fits_though_memory_is_in_pieces(accelerator
 # 5
 
 
-def test_out_of_memory_is_a_value_and_leaves_nothing_behind(accelerator: ModuleType) -> None:
+def test_out_of_memory_is_returned_as_a_failure_and_leaves_nothing_behind(accelerator: ModuleType) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        # What people write often ends in cycles, and what a step computed with it.
+        # User code often leaves reference cycles that keep a step's tensors alive.
         kept: list[Any] = [model(batch[:, :-1])]
         kept.append(kept)
         return nn.functional.cross_entropy(kept[0].flatten(0, 1), batch[:, 1:].flatten())
@@ -158,13 +158,13 @@ def test_out_of_memory_is_a_value_and_leaves_nothing_behind(accelerator: ModuleT
     gc.collect()
     gc.disable()
     try:
-        # From the batch itself to the last gradient.
+        # Everything from the batch to the last gradient counts.
         for number in np.linspace(1, 0.8 * count, 12).astype(int).tolist():
             accelerator.fail_at(number)
             window = running.run(1)
             accelerator.fail_at(0)
             assert window.failure is Failure.OUT_OF_MEMORY, number
-            # The device's own thread may let go of a failed backward pass a moment later.
+            # The device thread may release a failed backward pass a moment later.
             wait_until(lambda: accelerator.stats()["allocated_bytes.all.current"] - before <= BATCH_BYTES, str(number))
     finally:
         gc.enable()
@@ -174,7 +174,7 @@ def test_out_of_memory_is_a_value_and_leaves_nothing_behind(accelerator: ModuleT
 BATCH_BYTES = 2 * 16 * 33 * 8 + 1024
 
 
-def test_a_step_that_ran_out_of_memory_is_trained_again_as_if_it_had_not(accelerator: ModuleType) -> None:
+def test_step_repeated_after_out_of_memory_gives_identical_results(accelerator: ModuleType) -> None:
     plain, troubled = (engine(meter_memory=False) for _ in range(2))
     plain.run(4)
     troubled.run(2)
@@ -190,7 +190,7 @@ def test_a_step_that_ran_out_of_memory_is_trained_again_as_if_it_had_not(acceler
 
 
 class Loop:
-    """Somebody's training loop."""
+    """A user's training loop."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -205,10 +205,10 @@ class Loop:
         self.optimizer.zero_grad()
 
     def attached(self, tuner: Any, steps: int, fake: ModuleType) -> list[int]:
-        """Return each step's peak."""
+        """Return the peak of each step."""
         peaks = []
         for _, batch in zip(range(steps), self.batches, strict=False):
-            # Noted apart: the user's own statistics are not this test's to change.
+            # Peaks are recorded separately, because this test must not change the user's statistics.
             began = fake.stats()["allocated_bytes.all.peak"]
             for piece in tuner.micro_batches(batch):
                 tuner.backward(self.job.loss(self.model, piece))
@@ -230,12 +230,12 @@ def plain_peak(fake: ModuleType) -> int:
     ("share", "steps"),
     [(0.85, 60), *(pytest.param(share, 500, marks=pytest.mark.slow) for share in (0.4, 0.6, 0.85))],
 )
-def test_a_plan_within_its_budget_does_not_trip(accelerator: ModuleType, share: float, steps: int) -> None:
+def test_plan_within_its_budget_does_not_trip(accelerator: ModuleType, share: float, steps: int) -> None:
     peak = plain_peak(accelerator)
     loop = Loop()
     loop.step()
     torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
-    # What only the leanest plans fit: the update is no plan's to shrink.
+    # Only the leanest plans fit, because no plan shrinks the update.
     least = accelerator.stats()["allocated_bytes.all.current"]
     budget = int(least + share * (peak - least))
     tuner = autotune.attach(
@@ -250,8 +250,8 @@ def test_a_plan_within_its_budget_does_not_trip(accelerator: ModuleType, share: 
     tuner.detach()
 
 
-def test_predictions_are_corrected_by_the_peaks_that_are_read(accelerator: ModuleType) -> None:
-    """A library takes a workspace in the middle of the run, which neither a tensor nor a profile tells of."""
+def test_predictions_are_corrected_by_measured_peaks(accelerator: ModuleType) -> None:
+    """A library allocates a workspace during the run, which no tensor and no profile shows."""
     peak = plain_peak(accelerator)
     loop = Loop()
     loop.step()
@@ -265,7 +265,7 @@ def test_predictions_are_corrected_by_the_peaks_that_are_read(accelerator: Modul
     workspace = torch.empty((peak - least) // 4, dtype=torch.uint8, device=DEVICE)
     first, *later = loop.attached(tuner, 20, accelerator)
     assert first > budget
-    # What a step needs shows where it raises the peak.
+    # The memory of a step is visible only if it raises the peak.
     torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
     later += loop.attached(tuner, 20, accelerator)
     assert max(later) <= budget
@@ -274,8 +274,8 @@ def test_predictions_are_corrected_by_the_peaks_that_are_read(accelerator: Modul
     del workspace
 
 
-def test_a_plan_that_fills_its_budget_does_not_trip(accelerator: ModuleType) -> None:
-    # As much of it as a plan may use, and what predictions are off by.
+def test_plan_that_fills_its_budget_does_not_trip(accelerator: ModuleType) -> None:
+    # The share of memory that a plan may use, and the prediction error.
     budget = int(1.005 * plain_peak(accelerator) / (1 - SAFETY_MARGIN))
     loop = Loop()
     loop.step()
@@ -289,7 +289,7 @@ def test_a_plan_that_fills_its_budget_does_not_trip(accelerator: ModuleType) -> 
     tuner.detach()
 
 
-def test_a_budget_that_nothing_fits_stays_with_the_leanest_plan(accelerator: ModuleType) -> None:
+def test_budget_below_every_plan_keeps_the_leanest_plan(accelerator: ModuleType) -> None:
     loop = Loop()
     loop.step()
     torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
@@ -306,7 +306,7 @@ def test_a_budget_that_nothing_fits_stays_with_the_leanest_plan(accelerator: Mod
 
 
 class Convolutions(nn.Module):
-    """Blocks whose passes take more than the step that they are probed in."""
+    """Blocks whose single passes need more memory than the step that probes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class Convolutions(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def test_what_the_probe_needs_is_within_the_budget_and_speaks_against_no_plan(accelerator: ModuleType) -> None:
+def test_probe_memory_counts_toward_the_budget_but_excludes_no_plan(accelerator: ModuleType) -> None:
     torch.manual_seed(0)
     model = Convolutions().to(DEVICE).train()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -351,7 +351,7 @@ def test_what_the_probe_needs_is_within_the_budget_and_speaks_against_no_plan(ac
 
 
 @pytest.mark.parametrize("lie", [10**400, True, float("inf"), -1, "much"])
-def test_a_budget_that_lies_leaves_the_last_one_standing(accelerator: ModuleType, lie: object) -> None:
+def test_invalid_budget_keeps_the_last_valid_one(accelerator: ModuleType, lie: object) -> None:
     loop, told = Loop(), [0]
 
     def budget() -> Any:
@@ -365,7 +365,7 @@ def test_a_budget_that_lies_leaves_the_last_one_standing(accelerator: ModuleType
     tuner.detach()
 
 
-def test_attaching_leaves_nothing_and_the_users_own_statistics_alone(accelerator: ModuleType) -> None:
+def test_attaching_leaves_nothing_and_keeps_the_users_memory_statistics(accelerator: ModuleType) -> None:
     loop = Loop()
     loop.step()
     before = allocated(accelerator)
@@ -379,7 +379,7 @@ def test_attaching_leaves_nothing_and_the_users_own_statistics_alone(accelerator
     assert allocated(accelerator) == before
 
 
-def test_the_driver_is_not_asked_at_every_step(accelerator: ModuleType) -> None:
+def test_driver_is_not_queried_at_every_step(accelerator: ModuleType) -> None:
     loop = Loop()
     tuner = autotune.attach(loop.model, loop.optimizer, policy="planner", runs_dir=None, limits=LIVELY)
     loop.attached(tuner, 40, accelerator)
@@ -393,7 +393,7 @@ def test_the_driver_is_not_asked_at_every_step(accelerator: ModuleType) -> None:
 
 
 class Unit(nn.Module):
-    """Two products with dropout between them, if asked for from a generator of the device's own."""
+    """Two products with dropout in between, drawn on request from the device's own generator."""
 
     def __init__(self, *, draws: bool = False) -> None:
         super().__init__()
@@ -414,7 +414,7 @@ def lock_of(unit: nn.Module, dtype: torch.dtype = torch.float32) -> str | None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_device_that_adds_in_any_order_locks_no_unit(accelerator: ModuleType, seed: int) -> None:
+def test_nondeterministic_summation_locks_no_unit(accelerator: ModuleType, seed: int) -> None:
     torch.manual_seed(seed)
     accelerator.noise(True)
     assert lock_of(Unit()) is None
@@ -422,12 +422,12 @@ def test_a_device_that_adds_in_any_order_locks_no_unit(accelerator: ModuleType, 
     assert lock_of(device_jobs.Block(), torch.bfloat16) is None
 
 
-def test_with_deterministic_algorithms_the_promise_is_bit_for_bit(accelerator: ModuleType) -> None:
+def test_deterministic_algorithms_make_the_run_bit_identical(accelerator: ModuleType) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         accelerator.noise(True)
         assert lock_of(Unit()) is None
-        # A sum in another order than the saved pass's is no device's doing now.
+        # A different summation order cannot be caused by the device now.
         assert "gradients" in str(lock_of(Rounding()))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -439,12 +439,12 @@ class Rounding(Unit):
         return x + self.down(torch.relu(self.up(x)) * (1 + 1e-7 * backward))
 
 
-def test_a_randomness_of_its_own_is_no_rounding(accelerator: ModuleType) -> None:
+def test_unit_that_draws_random_numbers_is_not_mistaken_for_rounding(accelerator: ModuleType) -> None:
     accelerator.noise(True)
     assert "differ" in str(lock_of(Unit(draws=True)))
 
 
-def test_what_recomputes_otherwise_is_locked_beside_rounding(accelerator: ModuleType) -> None:
+def test_unit_that_recomputes_differently_is_locked_on_a_device_that_rounds(accelerator: ModuleType) -> None:
     class Forgetful(Unit):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             # Recomputed in backward, it computes something else.
@@ -458,9 +458,7 @@ def test_what_recomputes_otherwise_is_locked_beside_rounding(accelerator: Module
 # 8
 
 
-def test_steps_are_timed_to_the_end_of_what_the_device_does(
-    accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_time_includes_all_work_of_the_device(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     running = engine(meter_memory=False)
     running.run(2)
     monkeypatch.setattr(time, "perf_counter", accelerator.clock)
@@ -471,7 +469,7 @@ def test_steps_are_timed_to_the_end_of_what_the_device_does(
     assert sum(seconds) == pytest.approx(accelerator.clock() - began, rel=0.02)
 
 
-def test_a_profile_predicts_the_devices_time_and_not_the_launches(
+def test_profile_predicts_device_time_rather_than_launch_time(
     accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "perf_counter", accelerator.clock)
@@ -486,25 +484,27 @@ def test_a_profile_predicts_the_devices_time_and_not_the_launches(
         assert seconds_per_step(known, plan) == pytest.approx(found, rel=0.1), str(plan)
 
 
-def test_the_pieces_of_a_step_are_timed_on_the_device(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_step_are_timed_on_the_device(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", accelerator.clock)
     options = EngineOptions(discard_steps=0, statistics_every=None, meter_memory=False)
     running = WatchedEngine(device_jobs.make(), device=DEVICE, options=options)
     running.run(2)
     window, seconds, _ = running.timed()
     within = sum(value for (phase, _), value in seconds.items() if phase != "update")
-    # Launched, they take a hundredth of that.
+    # Launching the kernels takes a hundredth of that time.
     assert within > 0.3 * window.step_s[0]
 
 
-def test_the_rate_of_products_is_the_devices(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrix_product_rate_is_measured_on_the_device(
+    accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time, "perf_counter", accelerator.clock)
     monkeypatch.setattr("autotune.profiling.flops._ACCELERATORS_SIDES", (256,))
     accelerator.speed(flop_s=1e-9)
     assert matmul_peak(torch.float32, DEVICE) < 1.1e9
 
 
-def test_an_attached_run_knows_the_devices_time(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attached_run_measures_device_time(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", accelerator.clock)
     loop = Loop()
     tuner = autotune.attach(loop.model, loop.optimizer, policy="planner", runs_dir=None, limits=LIVELY)
@@ -518,11 +518,11 @@ def test_an_attached_run_knows_the_devices_time(accelerator: ModuleType, monkeyp
     tuner.detach()
 
 
-# 9: what a policy decides where storage follows each batch
+# 9: decisions of policies if storage follows each batch
 
 
 class Reserving:
-    """Plan nothing but what is left free of the device's memory."""
+    """A policy that only decides how much device memory stays free."""
 
     name = "reserving"
 
@@ -537,7 +537,7 @@ class Reserving:
 
 
 def recomputed_under(reserve_frac: Any, fake: ModuleType, own_budget: int | None = None) -> int:
-    """Return how many units a run recomputes on a device that has hardly more than its fullest plan needs."""
+    """Return the number of recomputed units on a device that barely fits the largest plan."""
     fake.capacity(int(1.3 * plain_peak(fake)))
     fake.small_segments(64)
     loop = Loop()
@@ -558,15 +558,15 @@ def recomputed_under(reserve_frac: Any, fake: ModuleType, own_budget: int | None
     return found
 
 
-def test_a_policy_decides_what_is_left_free_of_the_devices_memory(accelerator: ModuleType) -> None:
+def test_policy_decides_how_much_device_memory_stays_free(accelerator: ModuleType) -> None:
     assert recomputed_under(0.0, accelerator) < recomputed_under(0.4, accelerator)
 
 
 @pytest.mark.parametrize("wrong", [1.0, -0.1, "much", float("nan"), None, True])
-def test_a_reserve_that_is_none_reserves_nothing(wrong: Any) -> None:
+def test_invalid_reserve_reserves_nothing(wrong: Any) -> None:
     assert reserve_of(Reserving(wrong)) == 0.0
 
 
-def test_a_budget_of_the_users_own_is_read_in_time_and_needs_no_reserve(accelerator: ModuleType) -> None:
+def test_user_defined_budget_is_read_in_time_and_needs_no_reserve(accelerator: ModuleType) -> None:
     budget = int(0.9 * plain_peak(accelerator))
     assert recomputed_under(0.0, accelerator, budget) == recomputed_under(0.2, accelerator, budget)

@@ -1,4 +1,4 @@
-"""Whole campaigns on a fake accelerator: tuned, compared, attached, isolated."""
+"""Tests of whole campaigns on a fake accelerator: tuned, compared, attached and isolated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("budget", ["45%", "65%", "85%"])
-def test_the_exact_plan_is_within_its_budget(
+def test_exact_plan_is_within_its_budget(
     accelerator: ModuleType, budget: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["tune", JOB, "--method", "exact", "--memory-budget", budget, "--runs-dir", str(tmp_path), "--json"]
@@ -45,7 +45,7 @@ def test_the_exact_plan_is_within_its_budget(
 
 
 @pytest.mark.parametrize("method", ["optuna", "ppo-scratch", "random", "ppo", "greedy"])
-def test_every_way_of_searching_runs(
+def test_every_search_method_runs(
     accelerator: ModuleType, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["tune", JOB, "--method", method, "--memory-budget", "70%", "--steps", "60"]
@@ -56,7 +56,7 @@ def test_every_way_of_searching_runs(
     assert before < 2**20
 
 
-def test_a_comparison_runs_and_names_its_device(
+def test_comparison_runs_and_names_its_device(
     accelerator: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["compare", JOB, "--arms", "baseline,exact,uniform-bf16", "--seeds", "2", "--memory-budget", "70%"]
@@ -68,7 +68,7 @@ def test_a_comparison_runs_and_names_its_device(
     assert all(run["within_budget"] for run in arms["exact"]["runs"])
 
 
-def test_predictions_hold_on_twenty_plans(accelerator: ModuleType) -> None:
+def test_predictions_match_measurements_of_twenty_plans(accelerator: ModuleType) -> None:
     job = device_jobs.make()
     known = profile(job, device_name="fake", device=DEVICE, options=ProfilerOptions.lean(0))
     found = validate(job, known, 20)
@@ -76,7 +76,7 @@ def test_predictions_hold_on_twenty_plans(accelerator: ModuleType) -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_memory_that_runs_out_at_any_allocation_of_a_step_leaves_nothing(
+def test_out_of_memory_at_any_allocation_of_a_step_leaves_nothing_behind(
     accelerator: ModuleType, request: pytest.FixtureRequest
 ) -> None:
     job = device_jobs.make(model=lambda: device_jobs.Transformer(2))
@@ -90,7 +90,7 @@ def test_memory_that_runs_out_at_any_allocation_of_a_step_leaves_nothing(
     def held() -> int:
         return int(accelerator.stats()["allocated_bytes.all.current"])
 
-    # What was there before is not looked through again for garbage after each failure.
+    # Earlier objects are excluded from the garbage collection after each failure.
     gc.freeze()
     request.addfinalizer(gc.unfreeze)
     for number in range(1, accelerator.calls["allocations"] - calls + 1):
@@ -99,14 +99,14 @@ def test_memory_that_runs_out_at_any_allocation_of_a_step_leaves_nothing(
         accelerator.fail_at(0)
         failures += window.failure is Failure.OUT_OF_MEMORY
         assert window.failure in (None, Failure.OUT_OF_MEMORY)
-        # The device's own thread may let go of a failed backward pass a moment later.
+        # The device thread may release a failed backward pass a moment later.
         wait_until(lambda: held() - before <= BATCH_BYTES, f"{number} leaves something")
     assert failures >= 100
     running.close()
 
 
 @pytest.mark.parametrize("mode", ["exact", "rounding", "tolerant"])
-def test_a_budget_that_moves_is_held_in_every_mode(accelerator: ModuleType, mode: str) -> None:
+def test_changing_budget_is_respected_in_every_mode(accelerator: ModuleType, mode: str) -> None:
     peak = plain_peak(accelerator)
     loop = Loop()
     loop.step()
@@ -139,7 +139,7 @@ def test_a_budget_that_moves_is_held_in_every_mode(accelerator: ModuleType, mode
     tuner.detach()
 
 
-def test_an_attached_run_repeats_the_plain_one_bit_for_bit(accelerator: ModuleType) -> None:
+def test_attached_run_is_bit_identical_to_an_unattached_run(accelerator: ModuleType) -> None:
     plain, other = Loop(), None
     for _ in range(60):
         plain.step()
@@ -161,7 +161,7 @@ def test_an_attached_run_repeats_the_plain_one_bit_for_bit(accelerator: ModuleTy
     assert all(torch.equal(one, two.cpu()) for one, two in zip(kept, other.model.parameters(), strict=True))
 
 
-def test_an_isolated_engine_trains_on_the_device(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isolated_engine_trains_on_the_device(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in fake_accelerator.child_environment().items():
         monkeypatch.setenv(name, value)
     with contextlib.closing(IsolatedEngine(JOB, options=EngineOptions(statistics_every=None))) as isolated:
@@ -171,7 +171,7 @@ def test_an_isolated_engine_trains_on_the_device(accelerator: ModuleType, monkey
         assert isolated.run(2).peak_bytes == here.run(2).peak_bytes
 
 
-def test_two_ranks_hold_one_plan_and_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_use_the_same_plan_and_stay_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if (why := fake_accelerator.reason()) is not None:
         pytest.skip(why)
 
@@ -193,7 +193,7 @@ def test_two_ranks_hold_one_plan_and_change_no_bit(tmp_path: Path, monkeypatch: 
     assert tuned[0]["plans"][12:] == tuned[1]["plans"][12:]
 
 
-def test_ranks_that_would_share_a_device_are_refused(
+def test_ranks_that_would_share_a_device_are_rejected(
     accelerator: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["tune", JOB, "--engine", "deepspeed", "--ranks", "2"]) == 2

@@ -1,4 +1,4 @@
-"""What a device lacks is named, and what goes wrong on it leaves the user's run alone."""
+"""Tests of devices that lack features or fail: the error names the feature, and the user's run is unaffected."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _precisions_asked_anew() -> Iterator[None]:
     known.forget()
 
 
-def test_jobs_train_on_the_accelerator_where_there_is_one(accelerator: ModuleType) -> None:
+def test_jobs_train_on_the_accelerator_if_there_is_one(accelerator: ModuleType) -> None:
     assert devices.device_kind() == DEVICE
     assert devices.device_kind(ranks=2) == ("fake" if torch.accelerator.device_count() > 1 else "cpu")
     assert TorchEngine(device_jobs.make()).device.type == DEVICE
     assert TorchEngine(device_jobs.make(), device="cpu").device.type == "cpu"
-    # Where campaigns measure, and where compared runs train.
+    # Places where campaigns measure and where compared runs train.
     assert make_engine(device_jobs.make(), 0).device.type == DEVICE
     accelerator.calls.clear()
     pilot(device_jobs.make(), 100)
@@ -55,13 +55,13 @@ def test_jobs_train_on_the_accelerator_where_there_is_one(accelerator: ModuleTyp
 
 
 @pytest.mark.parametrize("device", ["cuda", "fake:9", "mps", "nonsense", "fake:"])
-def test_a_device_that_is_not_there_is_refused_in_one_line(accelerator: ModuleType, device: str) -> None:
+def test_absent_device_is_rejected_in_one_line(accelerator: ModuleType, device: str) -> None:
     with pytest.raises(InputError, match="allowed: ") as caught:
         TorchEngine(device_jobs.make(), device=device)
     assert "\n" not in str(caught.value)
 
 
-def test_doctor_says_what_a_device_lacks(accelerator: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_lists_missing_device_features(accelerator: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with accelerator.without("peak statistics", "events", "fp16", "memory info"):
         assert run(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -70,7 +70,7 @@ def test_doctor_says_what_a_device_lacks(accelerator: ModuleType, capsys: pytest
     assert found["settings"]["kind"] == DEVICE
 
 
-def test_a_device_without_statistics_trains_and_is_profiled_without_them(accelerator: ModuleType) -> None:
+def test_device_without_memory_statistics_trains_and_is_profiled(accelerator: ModuleType) -> None:
     with accelerator.without("statistics", "events", "memory info"):
         known = profile(device_jobs.make(), device_name="fake", device=DEVICE, options=ProfilerOptions.lean(0))
         assert known.fragments_bytes == 0
@@ -83,13 +83,13 @@ def test_a_device_without_statistics_trains_and_is_profiled_without_them(acceler
             measure_references(running, None)
 
 
-def test_a_format_that_a_device_lacks_is_in_no_plan(accelerator: ModuleType) -> None:
+def test_precision_that_the_device_lacks_is_in_no_plan(accelerator: ModuleType) -> None:
     with accelerator.without("bf16", "fp16"):
         assert useful_precisions(DEVICE) == (Precision.FP32,)
         assert "autocast has no bf16" in excluded_precisions(DEVICE)[Precision.BF16]
 
 
-def test_an_attached_run_goes_on_where_its_device_shows_nothing(accelerator: ModuleType) -> None:
+def test_attached_run_continues_if_the_device_reports_nothing(accelerator: ModuleType) -> None:
     with accelerator.without("statistics", "memory info", "events"):
         plain = Loop()
         for _ in range(12):
@@ -102,12 +102,12 @@ def test_an_attached_run_goes_on_where_its_device_shows_nothing(accelerator: Mod
     assert all(torch.equal(*pair) for pair in zip(plain.model.parameters(), loop.model.parameters(), strict=True))
 
 
-def test_a_device_that_vanishes_ends_the_window_and_comes_back(accelerator: ModuleType) -> None:
+def test_lost_device_ends_the_window_and_can_return(accelerator: ModuleType) -> None:
     running = engine()
     running.run(2)
     accelerator.vanish(True)
     with pytest.raises(RuntimeError, match="device lost"):
-        # What cannot even be put back is the caller's to know.
+        # The caller must be told if the state cannot be restored.
         running.run(1)
     accelerator.vanish(False)
 
@@ -117,12 +117,12 @@ def test_a_device_that_vanishes_ends_the_window_and_comes_back(accelerator: Modu
     [
         (0, "device 'fake' cannot be used: nothing can be allocated on it"),
         (1, "job 'transformer': model raised OutOfMemoryError"),
-        # Before the update, and in it.
+        # Before the update and during it.
         (2, "the first step ends with out_of_memory"),
         (4, "the first step ends with out_of_memory"),
     ],
 )
-def test_where_another_process_has_the_memory_a_profile_ends_in_one_line(
+def test_profiling_fails_with_one_line_if_another_process_holds_the_memory(
     accelerator: ModuleType, free: int, said: str
 ) -> None:
     accelerator.capacity(64 * 2**20)
@@ -134,7 +134,7 @@ def test_where_another_process_has_the_memory_a_profile_ends_in_one_line(
     assert devices.device_kind() == DEVICE
 
 
-def test_the_devices_generator_is_its_own_and_is_kept(accelerator: ModuleType) -> None:
+def test_device_generator_is_saved_and_restored(accelerator: ModuleType) -> None:
     torch.zeros(1, device=DEVICE)
     state = randomness.capture()
     assert state.accelerators
@@ -144,12 +144,12 @@ def test_the_devices_generator_is_its_own_and_is_kept(accelerator: ModuleType) -
     before = torch.rand(8, device=DEVICE)
     randomness.restore(state)
     torch.rand(8, device=DEVICE)
-    # Training on its own generators leaves the caller's as they were.
+    # Training uses its own generators and leaves the caller's unchanged.
     engine(meter_memory=False).run(2)
     assert torch.equal(torch.rand(8, device=DEVICE), before)
 
 
-def test_a_snapshot_is_returned_to_bit_for_bit(accelerator: ModuleType) -> None:
+def test_restored_snapshot_is_bit_identical(accelerator: ModuleType) -> None:
     running = engine(meter_memory=False)
     running.run(2)
     kept = running.snapshot()

@@ -1,4 +1,4 @@
-"""Recomputation changes no number: not in outputs, gradients, buffers or generators."""
+"""Tests of recomputation: outputs, gradients, buffers and generators stay bit-identical."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spectral_layers(*, parametrized: bool) -> nn.Module:
 
 
 class Counted(nn.Module):
-    """Write a count and a moving norm into buffers, and let the count change the output."""
+    """A module that writes a count and a moving norm into buffers; the count affects the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class Counted(nn.Module):
 
 
 class Alternating(Counted):
-    """Write to its buffer in every third call only, the first one not among them."""
+    """A module that writes to its buffer only in every third call, not in the first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_steps = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The step, not the call, decides: a recomputation belongs to the step of its forward.
+        # The step decides, not the call: a recomputation belongs to the step of its forward pass.
         if self.training and self.num_steps % 3 == 2:
             self.count += 1
         return torch.tanh(self.linear(x) * self.constant / (1 + self.count))
@@ -95,7 +95,7 @@ def train(
     steps: int,
     before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
 ) -> dict[str, Any]:
-    """Train and return everything that training leaves behind."""
+    """Train and return the resulting state."""
     optimizer = momentum_sgd(model.parameters())
     losses = []
     with isolated():
@@ -128,7 +128,7 @@ def test_training_with_recomputed_units_is_bit_identical(name):
     assert differences(expected, seen) == []
     assert controls.recomputations(other) == dict.fromkeys(units, 6)
     changed = differences(initial, copied_state(plain))
-    # Otherwise the buffers of the case would prove nothing.
+    # Otherwise the buffers of this case would test nothing.
     assert not list(plain.buffers()) or any(key in dict(plain.named_buffers()) for key in changed)
 
 
@@ -146,7 +146,7 @@ def test_training_in_bf16_with_recomputed_units_is_bit_identical(name):
     assert set(controls.recomputations(model).values()) == {4}
 
 
-def test_a_buffer_that_begins_to_change_when_it_is_unfrozen_is_still_updated_once():
+def test_buffer_that_changes_only_after_unfreezing_is_updated_once():
     def thaw(model: nn.Module, step: int) -> None:
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
@@ -162,7 +162,7 @@ def test_a_buffer_that_begins_to_change_when_it_is_unfrozen_is_still_updated_onc
     assert differences(expected, seen) == []
 
 
-def test_a_buffer_that_changes_in_some_steps_only_is_still_updated_once():
+def test_buffer_that_changes_only_in_some_steps_is_updated_once():
     def count_steps(model: nn.Module, step: int) -> None:
         for layer in model:
             layer.num_steps = step
@@ -177,7 +177,7 @@ def test_a_buffer_that_changes_in_some_steps_only_is_still_updated_once():
     assert differences(expected, seen) == []
 
 
-def test_a_unit_called_several_times_in_one_pass_recomputes_each_call_with_its_own_buffers():
+def test_unit_called_several_times_in_one_pass_recomputes_each_call_with_its_own_buffers():
     class Repeated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -195,7 +195,7 @@ def test_a_unit_called_several_times_in_one_pass_recomputes_each_call_with_its_o
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_unit_in_evaluation_mode_with_gradients_is_recomputed_too(training):
+def test_unit_in_evaluation_mode_with_gradients_is_recomputed(training):
     torch.manual_seed(0)
     plain = TinyConvolution().train(training)
     other = copy.deepcopy(plain)
@@ -213,7 +213,7 @@ def test_nothing_is_recomputed_without_gradients():
     assert model.blocks[0].num_calls == 1
 
 
-def test_arguments_in_trees_and_by_keyword_reach_a_recomputed_unit_and_get_their_gradients():
+def test_nested_and_keyword_arguments_reach_a_recomputed_unit_and_get_gradients():
     class Weighted(nn.Module):
         def forward(self, pair, *, scale, options):
             first, second = pair
@@ -233,7 +233,7 @@ def test_arguments_in_trees_and_by_keyword_reach_a_recomputed_unit_and_get_their
     assert controls.recomputations(other) == {"0": 1}
 
 
-def test_an_exception_during_recomputation_leaves_the_buffers_as_forward_left_them():
+def test_exception_during_recomputation_keeps_the_buffers_of_the_forward_pass():
     class Faulty(Counted):
         broken = False
 
@@ -247,7 +247,7 @@ def test_an_exception_during_recomputation_leaves_the_buffers_as_forward_left_th
     controls.apply(model, Plan(storage=recomputed("0", "1")))
     loss = vector_loss(model)
     held = [model[0].count, model[1].count]
-    # What is the unit's own is as it was in forward.
+    # The unit's own state is as it was in the forward pass.
     Faulty.broken = True
     with pytest.raises(KeyError, match="during recomputation"):
         loss.backward()
@@ -256,7 +256,7 @@ def test_an_exception_during_recomputation_leaves_the_buffers_as_forward_left_th
     assert [int(count) for count in held] == [1, 1]
 
 
-def test_recomputation_repeats_the_draws_of_forward_whatever_was_drawn_in_between():
+def test_recomputation_repeats_the_random_draws_of_the_forward_pass():
     torch.manual_seed(0)
     plain = TinyGPT(dropout=0.5)
     other = copy.deepcopy(plain)
@@ -274,7 +274,7 @@ def test_recomputation_repeats_the_draws_of_forward_whatever_was_drawn_in_betwee
     assert differences(*gradients) == []
 
 
-def test_less_is_kept_between_forward_and_backward():
+def test_recomputation_keeps_less_between_forward_and_backward():
     def kept_bytes(model: nn.Module) -> int:
         storages: dict[int, int] = {}
 
@@ -282,7 +282,7 @@ def test_less_is_kept_between_forward_and_backward():
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        # Under a caller's own hooks nothing is recomputed; under those of torch's modules it is.
+        # Nothing is recomputed under hooks of the caller, but hooks of torch's modules are allowed.
         note.__module__ = "torch"
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = token_loss(model)
@@ -298,7 +298,7 @@ def test_less_is_kept_between_forward_and_backward():
     assert seen[3] < 0.7 * seen[0]
 
 
-def test_a_recomputation_that_does_not_repeat_its_forward_pass_is_reported_and_is_the_last(caplog):
+def test_recomputation_that_differs_from_its_forward_pass_is_reported_and_disabled(caplog):
     class ReadsSetting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -332,7 +332,7 @@ def test_a_recomputation_that_does_not_repeat_its_forward_pass_is_reported_and_i
         del os.environ["HEAT"]
 
 
-def test_a_recomputation_runs_under_the_flags_of_its_forward_pass():
+def test_recomputation_uses_the_flags_of_its_forward_pass():
     seen = []
 
     class Looks(nn.Module):

@@ -1,4 +1,4 @@
-"""No secret of an address is ever shown, in any form that a library accepts."""
+"""Tests that no address shows its secrets, in any form that a library accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autotune.io.addresses import HIDDEN, scrubbed, sqlite_address, without_secrets
 
-# Long and odd enough not to occur by chance in what may be shown.
+# Long and unusual enough not to occur in the output by chance.
 SECRETS = st.text(st.sampled_from("aZ9:@/?#&=%+ ;,'[]{}\\$é"), min_size=1, max_size=8).map(lambda text: f"Qx{text}xQ")
 SCHEMES = st.sampled_from(
     ["postgresql", "postgres", "postgresql+psycopg", "mysql+pymysql", "http", "https", "ray", "databricks", "sqlite"]
@@ -51,7 +51,7 @@ def addresses(draw: st.DrawFn) -> str:
 @example("postgresql://me:Qx/a@bxQ@host/db")
 @example("postgresql://me:Qx?a@bxQ@host/db?x=1")
 @example("postgresql://me:Qx#xQ@host/db")
-def test_no_secret_is_shown(address: str) -> None:
+def test_no_secret_is_shown_in_any_address_format(address: str) -> None:
     shown = without_secrets(address)
     assert "Qx" not in shown
     assert "xQ" not in shown
@@ -68,14 +68,14 @@ WELL_FORMED = [
 
 
 @given(st.sampled_from(WELL_FORMED), SECRETS)
-def test_no_secret_is_in_what_a_library_says_of_an_address(form: str, secret: str) -> None:
+def test_secrets_are_removed_from_library_messages_about_an_address(form: str, secret: str) -> None:
     address = form.format(quote(secret, safe=""))
     for said in (secret, quote(secret, safe=""), address):
         assert "Qx" not in scrubbed(f"could not reach {said}, sorry", address)
 
 
 @pytest.mark.parametrize("password", ["a/b", "a?b", "a@b", "a#b", "a:b", "a b"])
-def test_no_unquoted_password_is_in_what_a_library_says(password: str) -> None:
+def test_unquoted_passwords_are_removed_from_library_messages(password: str) -> None:
     said = scrubbed(f"password {password} is wrong", f"postgresql://me:{password}@host/db")
     assert password not in said
     assert said.endswith(f"{HIDDEN} is wrong")
@@ -97,18 +97,18 @@ def test_no_unquoted_password_is_in_what_a_library_says(password: str) -> None:
         ("host=x password=secret", HIDDEN),
     ],
 )
-def test_what_is_no_secret_stays_readable(address: str, shown: str) -> None:
+def test_harmless_parts_of_an_address_stay_readable(address: str, shown: str) -> None:
     assert without_secrets(address) == shown
 
 
-def test_a_secret_of_the_environment_is_taken_out_of_what_a_library_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_from_environment_variables_are_removed_from_library_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGPASSWORD", "from outside")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "tokens")
     assert scrubbed("no: from outside, tokens") == f"no: {HIDDEN}, {HIDDEN}"
 
 
 @pytest.mark.parametrize("name", ["plain", "a b", "a?b", "a%20b", "a#b", "ä?%"])
-def test_an_sqlite_file_is_found_whatever_its_path_is_called(tmp_path: Path, name: str) -> None:
+def test_sqlite_file_is_found_whatever_its_path(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
     engine = sqlalchemy.create_engine(sqlite_address(folder / "a.db"))

@@ -1,4 +1,4 @@
-"""The benchmark of attaching: an unattached copy follows a live run, and what is between them is named."""
+"""Tests of the attach benchmark: an unattached copy follows a live run, and the time difference is attributed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autotune.bench.attached_arms import Arm, LiveArm, endless
 from autotune.bench.bench_attach import bench_attach
 from autotune.bench.bench_followed import Course, bench_followed
 from autotune.bench.followed_arm import FollowedArm, follow
-from autotune.bench.tuner_rooms import COLLECTION, FORWARD, LOOP, ROOMS, Rooms
+from autotune.bench.tuner_timers import COLLECTION, FORWARD, LOOP, PARTS, PartTimers
 from autotune.cli.main import run
 from autotune.mechanics import controls
 from autotune.records.run_directory import benchmark_folder
@@ -32,7 +32,7 @@ FIGURES = {
 
 
 def followed(job: Job, steps: int, budget_at: Callable[[int], int], **arguments: Any) -> tuple[LiveArm, FollowedArm]:
-    """Return a live arm and the one that has followed it."""
+    """Return a live arm and the arm that followed it."""
     taken = 0
     live = LiveArm(job, 0, {"memory_budget_bytes": lambda: budget_at(taken), "limits": UNBOUND, **arguments})
     other = FollowedArm(live, 0, arguments["settings"].lr_rule if "settings" in arguments else None)
@@ -46,7 +46,7 @@ def weights_of(arm: Arm) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["exact", "rounding"])
-def test_a_followed_run_trains_the_same_bits_under_the_same_plans(mode: str) -> None:
+def test_following_copy_is_bit_identical_under_the_same_plans(mode: str) -> None:
     live, other = followed(tiny_job.make(clip_norm=0.5), 54, lambda n: 2**45 if n // 6 % 2 else 1, mode=mode)
     assert live.tuner.attached
     assert len(set(map(str, live.plans))) > 1
@@ -57,12 +57,12 @@ def test_a_followed_run_trains_the_same_bits_under_the_same_plans(mode: str) -> 
     assert len(other.seconds) == len(other.cpu_seconds) == len(live.learning) == 54
     assert any(live.learning)
     assert not live.learning[-1]
-    # Of the first unit the tuner counts calls, whatever the plan.
+    # The tuner counts calls of the first unit under every plan.
     last, its = (controls.recomputations(arm.model)["blocks.2"] for arm in (live, other))
     assert last == its > 0
 
 
-def test_a_followed_run_updates_where_the_live_one_does() -> None:
+def test_following_copy_updates_when_the_live_run_does() -> None:
     job = tiny_job.make(batching="adaptive", lr_rule="sqrt", accumulation_choices=(1, 2, 4), schedule=None)
     settings = Settings(batching="adaptive", lr_rule="sqrt", accumulation_choices=(1, 2, 4))
     arguments = {"mode": "tolerant", "settings": settings}
@@ -72,7 +72,7 @@ def test_a_followed_run_updates_where_the_live_one_does() -> None:
     assert other.losses == live.losses
 
 
-def test_both_take_as_many_batches_after_themselves_as_after_the_other() -> None:
+def test_each_arm_runs_equally_often_after_itself_and_after_the_other() -> None:
     class Noted(Arm):
         def __init__(self, name: str) -> None:
             self.name = name
@@ -89,27 +89,27 @@ def test_both_take_as_many_batches_after_themselves_as_after_the_other() -> None
 
 def test_timers_leave_nothing_behind() -> None:
     def timed() -> list[Any]:
-        return [vars(owner)[name] for targets in ROOMS.values() for owner, names in targets for name in names]
+        return [vars(owner)[name] for targets in PARTS.values() for owner, names in targets for name in names]
 
     before = timed()
-    with Rooms().installed():
+    with PartTimers().installed():
         assert not any(one is other for one, other in zip(timed(), before, strict=True))
     assert all(one is other for one, other in zip(timed(), before, strict=True))
 
 
-def test_each_second_belongs_to_the_innermost_room() -> None:
-    rooms = Rooms()
-    inner = rooms.timed("inner", lambda: sum(range(20_000)))
-    outer = rooms.timed("outer", lambda: inner() + inner())
+def test_time_is_attributed_to_the_innermost_timer() -> None:
+    timers = PartTimers()
+    inner = timers.timed("inner", lambda: sum(range(20_000)))
+    outer = timers.timed("outer", lambda: inner() + inner())
     assert inner() == sum(range(20_000))
-    result, spent = rooms.step(outer)
+    result, spent = timers.step(outer)
     assert result == 2 * sum(range(20_000))
-    assert {room: one.entries for room, one in spent.items() if room != COLLECTION} == {LOOP: 1, "outer": 1, "inner": 2}
+    assert {part: one.entries for part, one in spent.items() if part != COLLECTION} == {LOOP: 1, "outer": 1, "inner": 2}
     assert spent["inner"].wall > spent["outer"].wall
     assert spent["inner"].cpu > spent["outer"].cpu
 
 
-def test_what_is_between_a_live_run_and_the_one_that_follows_is_named() -> None:
+def test_time_difference_between_a_live_run_and_its_copy_is_attributed() -> None:
     course = Course(name="tiny", job=tiny_job.make(), arguments={"stage": "act"}, budget_at=lambda _: 2**45)
     found = json.loads(json.dumps(bench_followed(course, steps=60, seed=0)))
     assert found["identical"]
@@ -125,12 +125,12 @@ def test_what_is_between_a_live_run_and_the_one_that_follows_is_named() -> None:
     for kind in kinds.values():
         for clock in ("wall", "cpu"):
             assert sum(kind[clock]["rooms"].values()) == pytest.approx(kind[clock]["added_frac"])
-    rooms = kinds["all"]["wall"]["rooms"]
-    assert rooms.keys() >= {FORWARD, LOOP, "signature", "reading the budget", "choosing the placement", "log", "policy"}
-    assert rooms["signature"] > 0
+    parts = kinds["all"]["wall"]["rooms"]
+    assert parts.keys() >= {FORWARD, LOOP, "signature", "reading the budget", "choosing the placement", "log", "policy"}
+    assert parts["signature"] > 0
 
 
-def test_the_document_holds_what_was_asked_for() -> None:
+def test_document_contains_the_requested_results() -> None:
     found = bench_attach([JOB], [], steps=30, situation_steps=40, seeds=1, policy="planner", seed=0)
     (overhead,) = found["overhead"]
     for stage in ("observe", "act"):
@@ -141,7 +141,7 @@ def test_the_document_holds_what_was_asked_for() -> None:
     json.dumps(found)
 
 
-def test_live_runs_can_be_followed_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_attach_runs_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     none = ["--jobs", "none", "--situations", "none", "--runs-dir", str(tmp_path)]
     assert run(["bench", "attach", *none, "--followed", JOB, "--steps", "30"]) == 0
     assert "of an unattached one's time under the same plans" in capsys.readouterr().out

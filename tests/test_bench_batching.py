@@ -1,4 +1,4 @@
-"""The race of constant k against a live run: the same batches for all, each to its target, and what is refused."""
+"""Tests of the batching benchmark: constant k against a live run on the same batches, each trained to its target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def adaptive(**changes: object) -> Job:
     return tiny_job.make(**{**settings, "max_steps": 90, "evaluate_every": 6, "schedule": None, **changes})
 
 
-def test_a_constant_arm_updates_after_its_batches_alone() -> None:
+def test_arm_with_constant_k_updates_only_after_k_batches() -> None:
     job = adaptive()
     arm, updates = ConstantArm(job, 0, 4), []
     rates = {group["lr"] for group in arm.optimizer.param_groups}
@@ -34,7 +34,7 @@ def test_a_constant_arm_updates_after_its_batches_alone() -> None:
     assert updates == [4, 8]
 
 
-def test_every_arm_is_trained_to_the_target() -> None:
+def test_every_arm_trains_until_the_target() -> None:
     document = bench_growing_noise(adaptive(), seeds=2, policy="planner")
     assert set(document["constant_over_best"]) == {"k=1", "k=2", "k=4"}
     assert document["constant_over_best"][document["best_constant"]]["mean"] == 1.0
@@ -47,7 +47,7 @@ def test_every_arm_is_trained_to_the_target() -> None:
     json.dumps(document)
 
 
-def test_a_job_with_fixed_batches_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_with_fixed_batching_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="batching of tiny is 'fixed'"):
         bench_growing_noise(tiny_job.make(), seeds=1)
     assert run(["bench", "batching", str(Path(tiny_job.__file__)), "--runs-dir", str(tmp_path / "runs")]) == 2

@@ -1,4 +1,4 @@
-"""The GPU benchmark as a command: on this machine's processor, with real steps of small jobs."""
+"""Tests of the GPU benchmark command, on this machine's CPU with real steps of small jobs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ARMS = ["baseline", "paper", "uniform-bf16", "sqrt", "exact", "ppo"]
 Found = dict[str, Any]
 without_accelerator = pytest.mark.skipif(devices.device_kind() != "cpu", reason="there is an accelerator")
 
-# What a machine with a bare torch has besides, and what is carried there: see the README.
+# Packages available next to a bare torch installation, and those carried to the machine: see the README.
 CARRIED = {
     *("annotated_doc", "annotated_types", "autotune", "gymnasium", "farama_notifications", "pydantic", "pydantic_core"),
     *("rich", "safetensors", "scipy", "shellingham", "typer", "typing_inspection"),
@@ -70,7 +70,7 @@ def here(asked: Mapping[str, Any], limit_s: float) -> Iterator[Found]:
 
 
 class Fake:
-    """Answers for each part without running any, and notes what was asked."""
+    """A fake that answers for each part without running it, and records the calls."""
 
     def __init__(self, **failing: Exception) -> None:
         self.failing = failing
@@ -176,14 +176,14 @@ def test_every_arm_has_every_budget_and_predictions_next_to_measurements() -> No
         assert [one["fits"] for one in last["budgets"]] == [True, name == "exact"]
 
 
-def test_passes_of_one_model_repeat_on_a_processor_recomputed_or_not() -> None:
+def test_passes_of_one_model_are_repeatable_on_a_cpu_with_and_without_recomputation() -> None:
     engine = gpu_parts._engine(load_job(JOB), {"seed": 0, "device": "cpu"})
     assert gpu_parts._repeats(engine) == {"yes": True, "repeated_frac": 0.0, "recomputed_frac": 0.0}
     engine.close()
 
 
 @pytest.mark.slow
-def test_the_command_answers_first_and_then_measures_every_arm(
+def test_command_answers_the_key_questions_first_and_then_measures_every_arm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--device", "cpu", "--jobs", JOB, "--rounds", "2", "--runs-dir", str(tmp_path), "--json"]
@@ -250,7 +250,7 @@ def job():
 """
 
 
-def test_gpu_benchmark_ends_in_time_although_a_part_hangs(tmp_path: Path) -> None:
+def test_gpu_benchmark_ends_in_time_even_if_a_part_hangs(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text(HANGING)
     (tmp_path / "tiny_job.py").symlink_to(JOB)
 
@@ -283,7 +283,7 @@ def test_job_that_the_device_cannot_run_is_reported(tmp_path: Path) -> None:
         (["--device", "cpu", "--rounds", "1"], "rounds is 1 (allowed: at least 2)"),
     ],
 )
-def test_a_wrong_device_is_one_line(
+def test_invalid_device_is_rejected_in_one_line(
     options: list[str],
     message: str,
     tmp_path: Path,
@@ -298,7 +298,7 @@ def test_a_wrong_device_is_one_line(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_model_is_built_on_the_device_or_moved_there_where_that_fails() -> None:
+def test_model_is_built_on_the_device_or_else_moved_there() -> None:
     def reads_a_number() -> nn.Module:
         model = tiny_job.Network()
         model.scale = float(next(model.parameters()).sum())
@@ -343,7 +343,7 @@ def test_gpu_parts_need_only_torch_and_carried_packages(parts: list[str]) -> Non
     assert (answer.returncode, answer.stderr[-600:]) == (0, "")
 
 
-def test_fewer_than_two_rounds_are_refused() -> None:
+def test_fewer_than_two_rounds_are_rejected() -> None:
     with pytest.raises(InputError, match="rounds is 1"):
         GpuBenchSettings(device="cpu", rounds=1)
 

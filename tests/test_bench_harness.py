@@ -1,4 +1,4 @@
-"""What all benchmarks share: the head of their documents, turns that alternate, and common options."""
+"""Tests of what all benchmarks share: document headers, alternating turns and common options."""
 
 from __future__ import annotations
 

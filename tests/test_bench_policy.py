@@ -1,4 +1,4 @@
-"""The policy's benchmark: its document, its anchors, and what it refuses."""
+"""Tests of the policy benchmark: its document, its reference methods and invalid input."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def env() -> MovingEnv:
 
 
 @pytest.mark.slow
-def test_the_document_has_the_documented_keys(document: dict) -> None:
+def test_document_has_the_documented_keys(document: dict) -> None:
     assert {key: document[key] for key in ("version", "benchmark", "jobs", "seed")} == {
         "version": 1,
         "benchmark": "policy",
@@ -162,7 +162,7 @@ def test_static_conditions_leave_nothing_to_win(document: dict) -> None:
 
 
 @pytest.mark.slow
-def test_an_untrained_policy_is_the_planner_everywhere(document: dict) -> None:
+def test_untrained_policy_equals_the_planner_everywhere(document: dict) -> None:
     untimed = lambda entry: {key: value for key, value in entry.items() if not key.endswith("_s")}  # noqa: E731
     for table in (document["methods"], *document["static"].values()):
         assert (
@@ -181,14 +181,14 @@ def test_an_untrained_policy_is_the_planner_everywhere(document: dict) -> None:
 
 
 @pytest.mark.slow
-def test_the_clairvoyant_is_ahead_of_every_method(document: dict) -> None:
+def test_no_method_beats_the_clairvoyant(document: dict) -> None:
     world = document["dynamic"]["all"]
     assert world["headroom_percent"] > 0
     for entry in world["methods"].values():
         assert entry["won_percent"] <= world["headroom_percent"] + 1e-9
 
 
-def test_driving_repeats_the_training_environment(env: MovingEnv) -> None:
+def test_evaluation_matches_the_training_environment(env: MovingEnv) -> None:
     course, rule = env.draw(), lambda features: period_rule(features[0])
     features, done, won = env.reset(course), False, np.zeros(env.lanes)
     while not done:
@@ -200,7 +200,7 @@ def test_driving_repeats_the_training_environment(env: MovingEnv) -> None:
     np.testing.assert_allclose(100 * (1 - driven.seconds / alone.seconds), won, atol=1e-3)
 
 
-def test_the_hand_made_rule_braces_when_a_dip_is_due_and_does_nothing_else() -> None:
+def test_hand_made_rule_only_braces_when_a_dip_is_due() -> None:
     run_features = np.ones((2, len(RUN_FEATURES)), dtype=np.float32)
     run_features[1, list(RUN_FEATURES).index("dip_due")] = 0.0
     levers = levers_of(period_rule(run_features))
@@ -209,7 +209,7 @@ def test_the_hand_made_rule_braces_when_a_dip_is_due_and_does_nothing_else() -> 
     assert levers.stickiness.tolist() == [1.0, 1.0]
 
 
-def test_exact_chance_agrees_with_many_draws() -> None:
+def test_exact_probability_agrees_with_many_random_draws() -> None:
     generator = np.random.default_rng(0)
     jobs = [draw_job(generator, depth=(2, 2))]
     env = MovingEnv(jobs, Strengths(length=0.1, length_windows=2, jitter=0.12), 4, windows=400, settings=RECIPE.planner)
@@ -221,13 +221,13 @@ def test_exact_chance_agrees_with_many_draws() -> None:
     chances = [told.exceed(rise, np.zeros(4)) for told in rises]
     drawn = np.log(course.longest)
     seen = (drawn[:, :, None] > rise[:, None, :]).mean(axis=1)
-    # 400 windows that remember each other by two are about a hundred draws.
+    # 400 windows with a correlation time of two windows are about a hundred independent draws.
     np.testing.assert_allclose(chances[0], seen, atol=0.15)
     np.testing.assert_allclose(chances[0].mean(axis=0), seen.mean(axis=0), atol=0.06)
     np.testing.assert_allclose(chances[1], chances[0], atol=0.1)
 
 
-def test_strengths_are_scaled_where_nothing_was_fitted() -> None:
+def test_strengths_without_a_fitted_value_are_scaled() -> None:
     half, double = (strengths_of(name, STRENGTHS) for name in ("all_half", "all_double"))
     assert (half.cost_error, double.cost_error) == (0.1, 0.4)
     assert (half.event_every, double.event_every) == (10, 2)
@@ -235,25 +235,25 @@ def test_strengths_are_scaled_where_nothing_was_fitted() -> None:
     assert strengths_of("none", STRENGTHS) == STRENGTHS.only()
 
 
-def test_every_run_feature_but_a_few_belongs_to_one_group() -> None:
+def test_almost_every_run_feature_belongs_to_one_group() -> None:
     groups = {name: [g for g, prefixes in GROUPS.items() if name.startswith(prefixes)] for name in RUN_FEATURES}
     assert max(len(found) for found in groups.values()) == 1
     left = {name for name, found in groups.items() if not found}
     assert left == {"still", "switch_cost", "held", "adaptive", "k", "k_more", "once", "recomputed", "lowered", "depth"}
 
 
-def test_the_recipes_own_jobs_are_refused(tmp_path: Path) -> None:
+def test_jobs_used_in_training_are_rejected(tmp_path: Path) -> None:
     own = dataclasses.replace(RECIPE, jobs=dataclasses.replace(RECIPE.jobs, seed=10_000))
     with pytest.raises(InputError, match="draws the recipe's own jobs"):
         bench_policy(load_judged(save_untrained(tmp_path / "policy")), own, TINY)
 
 
-def test_a_training_run_without_networks_is_refused(tmp_path: Path) -> None:
+def test_training_run_without_networks_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"has no seed-\*\.safetensors"):
         load_judged(save_untrained(tmp_path / "policy"), tmp_path)
 
 
-def test_all_networks_of_a_training_run_are_judged(tmp_path: Path) -> None:
+def test_every_network_of_a_training_run_is_evaluated(tmp_path: Path) -> None:
     folder = save_untrained(tmp_path / "policy")
     for seed in (0, 1):
         (tmp_path / f"seed-{seed}.safetensors").write_bytes((folder / "policy.safetensors").read_bytes())
@@ -263,7 +263,7 @@ def test_all_networks_of_a_training_run_are_judged(tmp_path: Path) -> None:
         load_judged(folder, tmp_path)
 
 
-def test_a_missing_policy_folder_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_policy_folder_is_rejected_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "missing"
     arguments = [
         "bench",

@@ -1,4 +1,4 @@
-"""What profiles predict is measured on plans that they have not seen."""
+"""Tests of the profile benchmark: predictions are compared with measurements of unseen plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOB = Path(__file__).parent / "tiny_job.py"
 
 
 @pytest.mark.slow
-def test_a_lean_profile_takes_a_fraction_of_the_steps_and_predicts_memory_as_well(
+def test_lean_profile_needs_a_fraction_of_the_steps_and_predicts_memory_equally_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["bench", "profile", "--jobs", str(JOB), "--plans", "4", "--runs-dir", str(tmp_path)]) == 0

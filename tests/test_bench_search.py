@@ -1,4 +1,4 @@
-"""What finding a plan costs: curves of real searches, and how the document judges them."""
+"""Tests of the search benchmark: cost curves of real searches and the verdicts of its document."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def courses_of(document: dict) -> list[tuple[str, int, list[dict]]]:
 
 
 @pytest.mark.slow
-def test_the_document_has_the_documented_keys(document: dict) -> None:
+def test_document_has_the_documented_keys(document: dict) -> None:
     assert {key: document[key] for key in ("version", "benchmark", "job", "steps", "seeds")} == {
         "version": 1,
         "benchmark": "search",
@@ -92,7 +92,7 @@ def test_curves_rise_in_cost_and_fall_in_measured_time(document: dict) -> None:
 def test_search_keeps_its_budget_and_pays_for_its_profile(document: dict) -> None:
     for name, number, curve in courses_of(document):
         found = document["profiles"][number]
-        # The references, which everybody pays for first: the baseline, and for a search the leanest plan, which fits.
+        # Every method first pays for the references: the baseline, and for a search the leanest plan, which fits.
         references = WINDOW_STEPS + 1
         method = METHODS[bench.METHODS[name][0]]
         if not isinstance(method, PlanningMethod):
@@ -128,7 +128,7 @@ def test_plan_over_budget_never_counts_and_best_plan_is_the_minimum(document: di
 
 
 @pytest.mark.slow
-def test_a_warm_search_begins_with_the_hand_made_rules_and_a_cold_one_does_not(ran: Bench) -> None:
+def test_only_a_warm_search_begins_with_the_hand_made_rules(ran: Bench) -> None:
     firsts = {}
     for name in ("optuna-cold", "optuna-warm"):
         (path,) = ran.runs.glob(f"*/{name}-0/trials.jsonl")
@@ -184,7 +184,7 @@ WORTHS = {
 }
 
 
-def test_search_that_never_arrives_gives_a_lower_bound() -> None:
+def test_search_that_never_reaches_the_target_gives_a_lower_bound() -> None:
     courses = [
         course_of("planner", (7, 3), (20, 2)),
         course_of("optuna-cold", (7, 3), (30, 4)),
@@ -193,7 +193,7 @@ def test_search_that_never_arrives_gives_a_lower_bound() -> None:
     document = judging.judge_searches(courses, WORTHS)
     methods = document["methods"]
     assert methods["planner"]["steps"]["median"] == 20
-    # What does not fit the budget never counts, however fast its window was.
+    # A plan that exceeds the budget never counts, however fast its window was.
     assert methods["optuna-cold"]["steps"] == {"median": None, "more_than": 240, "values": [None], "limits": [240]}
     assert methods["optuna-cold"]["regret_frac"]["median"] is None
     assert methods["optuna-warm"]["seconds"]["median"] == 60
@@ -215,7 +215,9 @@ def test_search_that_never_arrives_gives_a_lower_bound() -> None:
         (None, None, False),
     ],
 )
-def test_claim_is_unknown_where_the_bound_is_too_low(planner: int | None, cold: int | None, claim: bool | None) -> None:
+def test_claim_is_unknown_if_the_lower_bound_is_too_low(
+    planner: int | None, cold: int | None, claim: bool | None
+) -> None:
     def course(name: str, steps: int | None) -> judging.SearchRun:
         return course_of(name, (7, 3), *([] if steps is None else [(steps, 1)]))
 
@@ -232,7 +234,7 @@ def test_claim_is_unknown_where_the_bound_is_too_low(planner: int | None, cold: 
         ([10, None], None, 125),
     ],
 )
-def test_median_is_known_if_most_repetitions_arrive(
+def test_median_is_known_if_most_repetitions_reach_the_target(
     values: list[float | None], median: float | None, more_than: float | None
 ) -> None:
     found = judging.spent_summary(values, [240] * len(values))
@@ -246,7 +248,7 @@ def test_first_window_of_a_plan_counts() -> None:
 
 
 def test_drift_of_the_machine_does_not_change_which_plan_is_faster() -> None:
-    """Rounds at a half and at twice the speed; the slower plan misses the slow ones, the last does not fit."""
+    """Rounds run at half and twice the speed; the slower plan misses the slow ones, the last does not fit."""
     fast, slow, large = (Plan(accumulation_steps=k) for k in (1, 2, 4))
     speeds = [1.0, 2.0, 0.5, 1.0, 2.0]
     rounds = [{fast: 1.0 * speed, slow: 1.1 * speed, large: math.inf} for speed in speeds]
@@ -264,7 +266,7 @@ def test_order_of_methods_changes_between_repetitions() -> None:
     assert len({order[0] for order in orders}) == 3
 
 
-def test_invalid_settings_are_refused() -> None:
+def test_invalid_settings_are_rejected() -> None:
     with pytest.raises(InputError, match="at least 41"):
         bench.SearchBenchSettings(steps=40)
     with pytest.raises(InputError, match="--rounds"):
@@ -277,13 +279,13 @@ def test_invalid_settings_are_refused() -> None:
         bench.SearchBenchSettings(repetitions=0)
 
 
-def test_the_command_has_json_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_has_json_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "search", "--help"]) == 0
     assert "--json" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_command_shows_a_table_and_writes_a_figure(ran: Bench) -> None:
+def test_command_shows_a_table_and_writes_a_figure(ran: Bench) -> None:
     assert all(name in ran.shown for name in bench.METHODS)
     assert "fewer than warm" in ran.shown
     assert (benchmark_folder(ran.runs) / "search-tiny.png").stat().st_size > 0

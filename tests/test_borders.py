@@ -1,4 +1,4 @@
-"""What passes between units: fp32 in mixed plans, 16 bits where one 16-bit precision covers the whole model."""
+"""Tests of the tensors between units: fp32 in mixed plans, 16 bits if one 16-bit precision covers the whole model."""
 
 from __future__ import annotations
 
@@ -55,11 +55,13 @@ def plan_of(*precisions: Precision) -> Plan:
         (plan_of(BF16, BF16, BF16, BF16), [torch.bfloat16] * 3 + [torch.float32]),
         (plan_of(BF16, BF16, BF16, FP32), [torch.float32] * 4),
         (plan_of(FP32, FP32, FP32, FP32), [torch.float32] * 4),
-        # The head is not covered: what it would be handed it could not take.
+        # The head stays in fp32, because it could not take a 16-bit input.
         (plan_of(BF16, BF16, BF16), [torch.float32] * 4),
     ],
 )
-def test_tensors_pass_in_16_bits_only_where_the_whole_model_computes_so(plan: Plan, seen: list[torch.dtype]) -> None:
+def test_tensors_pass_in_16_bits_only_if_the_whole_model_uses_one_16_bit_precision(
+    plan: Plan, seen: list[torch.dtype]
+) -> None:
     model = Stack()
     controls.apply(model, plan)
     model(torch.zeros(2, 8))
@@ -82,7 +84,7 @@ def wide_convolution(**changes: object) -> Job:
 
 
 @pytest.mark.slow
-def test_uniform_plans_have_costs_of_their_own_and_are_predicted_exactly() -> None:
+def test_uniform_plans_have_their_own_costs_and_are_predicted_exactly() -> None:
     job = wide_convolution()
     found = profile(job, device_name="here", options=QUICK)
     assert set(found.uniform_tables) == {"bf16"}
@@ -99,7 +101,7 @@ def test_uniform_plans_have_costs_of_their_own_and_are_predicted_exactly() -> No
     assert checked.memory_underprediction_max < 0.005
 
 
-def test_uniform_plans_are_solved_for_with_their_own_costs() -> None:
+def test_solver_uses_the_costs_of_uniform_plans() -> None:
     found = profile(wide_convolution(), device_name="here", options=QUICK)
     uniform = found.space.plan(accumulation_steps=1, precision=BF16)
     table = found.uniform_tables["bf16"][0]
@@ -110,14 +112,14 @@ def test_uniform_plans_are_solved_for_with_their_own_costs() -> None:
     budget = int(peak_bytes(found, uniform) * 1.02)
     everything = [found.space.decode(list(indices)) for indices in np.ndindex(*found.space.sizes)]
     fitting = [plan for plan in everything if peak_bytes(found, plan) <= budget * 0.995]
-    # Under adaptive batching k batches are worth less than k times one, how much less depends on the noise.
+    # Under adaptive batching k batches are worth less than k single ones, depending on the noise scale.
     best = min(
         seconds_per_step(found, plan) / samples_of_progress(found, plan.accumulation_steps, None) for plan in fitting
     )
     assert solve(found, budget).seconds_per_sample == pytest.approx(best, rel=1e-6)
 
 
-def test_arrays_and_prices_know_uniform_plans() -> None:
+def test_cost_arrays_and_price_solver_include_uniform_plans() -> None:
     found = profile(wide_convolution(), device_name="here", options=QUICK)
     arrays = CostArrays([found])
     generator = np.random.default_rng(0)
@@ -133,17 +135,17 @@ def test_arrays_and_prices_know_uniform_plans() -> None:
     assert arrays.peak_bytes(chosen)[0] <= leanest * 1.01
 
 
-def test_where_units_return_fp32_by_themselves_there_is_only_one_kind_of_costs() -> None:
+def test_model_whose_units_return_fp32_has_no_uniform_costs() -> None:
     found = profile(gpt_job(), device_name="here", options=QUICK)
     assert found.uniform_tables == {}
 
 
-def test_code_between_units_that_cannot_take_16_bits_keeps_fp32_borders() -> None:
+def test_code_between_units_that_needs_fp32_keeps_fp32_borders() -> None:
     class Strict(TinyConvolution):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
                 x = block(self.stem(x) if x.shape[1] == 1 else x)
-                # A product with an fp32 constant, outside of any unit.
+                # A product with an fp32 constant, outside any unit.
                 x = torch.einsum("bchw,cd->bdhw", x, torch.eye(x.shape[1]))
             return self.head(x.mean((2, 3)))
 
@@ -154,7 +156,7 @@ def test_code_between_units_that_cannot_take_16_bits_keeps_fp32_borders() -> Non
     assert engine.run(2).failure is None
 
 
-def test_storage_stays_free_of_effect_in_uniform_plans() -> None:
+def test_recomputation_changes_no_loss_in_uniform_plans() -> None:
     job = dataclasses.replace(wide_convolution(), optimizer=adamw)
 
     def losses(storage: Storage) -> list[float]:

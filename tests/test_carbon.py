@@ -1,4 +1,4 @@
-"""Carbon: a series is read strictly, grams are an integral, and the best start is the best of all starts."""
+"""Tests of carbon intensities: strict parsing, grams as an integral, and the best start time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ values = st.lists(st.floats(2.0, 1000.0), min_size=2, max_size=12)
 
 
 @given(values=values, data=st.data())
-def test_the_mean_is_the_integral_on_a_fine_grid(values: list[float], data: st.DataObject) -> None:
+def test_mean_equals_the_integral_on_a_fine_grid(values: list[float], data: st.DataObject) -> None:
     intensity = series(values)
     minutes = len(values) * 60
     first = data.draw(st.integers(0, minutes - 1))
@@ -48,7 +48,7 @@ def test_the_mean_is_the_integral_on_a_fine_grid(values: list[float], data: st.D
 
 @settings(max_examples=200)
 @given(values=values, length_min=st.integers(1, 300), wait_min=st.integers(0, 200), spare_min=st.integers(0, 400))
-def test_no_start_on_a_fine_grid_emits_less_than_the_best_or_more_than_the_worst(
+def test_every_start_on_a_fine_grid_lies_between_best_and_worst(
     values: list[float], length_min: int, wait_min: int, spare_min: int
 ) -> None:
     intensity, minutes = series(values), len(values) * 60
@@ -57,12 +57,12 @@ def test_no_start_on_a_fine_grid_emits_less_than_the_best_or_more_than_the_worst
         return
     earliest_s, deadline_s = BEGIN + wait_min * 60, BEGIN + (latest + length_min) * 60
     found = schedule(intensity, length_min * 60, earliest_s, deadline_s)
-    # Brute force knows nothing of changes: every minute's value, every minute's start.
+    # Brute force ignores where the series changes: it tries every minute as a start and sums every minute's value.
     per_minute = np.repeat(np.asarray(values), 60)
     summed = np.concatenate([[0.0], np.cumsum(per_minute)])
     begins = np.arange(wait_min, latest + 1)
     means = (summed[begins + length_min] - summed[begins]) / length_min
-    # The grid holds every change, so that equality holds, not a bound alone.
+    # The grid contains every change of the series, so equality holds, not only a bound.
     assert found.best.grams_per_kwh == pytest.approx(means.min(), rel=1e-9)
     assert found.worst.grams_per_kwh == pytest.approx(means.max(), rel=1e-9)
     assert found.earliest.grams_per_kwh == pytest.approx(means[0], rel=1e-9)
@@ -73,7 +73,7 @@ def test_no_start_on_a_fine_grid_emits_less_than_the_best_or_more_than_the_worst
 
 
 @given(values=values, length_s=st.floats(1.0, 2 * HOUR), share=st.floats(0.0, 1.0))
-def test_no_start_between_the_grid_points_is_better_either(values: list[float], length_s: float, share: float) -> None:
+def test_no_start_between_grid_points_beats_the_best(values: list[float], length_s: float, share: float) -> None:
     intensity = series(values)
     if length_s > len(values) * HOUR:
         return
@@ -82,20 +82,20 @@ def test_no_start_between_the_grid_points_is_better_either(values: list[float], 
     assert found.best.grams_per_kwh <= intensity.mean(begin, begin + length_s) * (1 + 1e-9)
 
 
-def test_of_equal_starts_the_earliest_is_the_best() -> None:
+def test_earliest_of_equal_starts_is_chosen() -> None:
     found = schedule(series([300.0, 100.0, 100.0, 100.0]), HOUR, BEGIN)
     assert found.best.begin_s == BEGIN + HOUR
     assert schedule(series([7.1] * 9), 2.5 * HOUR, BEGIN + 100).best.begin_s == BEGIN + 100
 
 
-def test_the_best_start_can_lie_where_the_end_meets_a_change() -> None:
-    # Two clean hours, of which a run of three hours can use both only if it ends with them.
+def test_best_start_can_align_the_end_with_a_change() -> None:
+    # A three-hour run can use both clean hours only if it ends with them.
     found = schedule(series([300.0, 200.0, 50.0, 50.0, 400.0]), 3 * HOUR, BEGIN)
     assert (found.best.begin_s, found.best.end_s) == (BEGIN + HOUR, BEGIN + 4 * HOUR)
     assert found.best.grams_per_kwh == pytest.approx(100.0)
 
 
-def test_a_kilowatt_hour_emits_the_intensity() -> None:
+def test_grams_per_kilowatt_hour_equal_the_intensity() -> None:
     intensity = series([100.0, 300.0])
     assert intensity.grams(JOULES_PER_KWH, BEGIN, BEGIN + 2 * HOUR) == pytest.approx(200.0)
     assert intensity.grams(JOULES_PER_KWH, BEGIN + HOUR, BEGIN + HOUR) == 300.0
@@ -103,7 +103,7 @@ def test_a_kilowatt_hour_emits_the_intensity() -> None:
     assert Intensity.parse("250").grams(2 * JOULES_PER_KWH, 0.0, 1.0) == 500.0
 
 
-def test_a_series_is_read_with_or_without_a_heading_and_in_any_zone(tmp_path: Path) -> None:
+def test_series_is_read_with_or_without_a_header_and_in_any_time_zone(tmp_path: Path) -> None:
     rows = ("2025-03-01T01:00:00+01:00,120.5", "2025-03-01T01:00:00Z,80", "2025-03-01T02:00:00+00:00,0")
     expected = Intensity(
         starts_s=(BEGIN, BEGIN + HOUR, BEGIN + 2 * HOUR), grams_per_kwh=(120.5, 80.0, 0.0), end_s=BEGIN + 3 * HOUR
@@ -141,7 +141,7 @@ GOOD = ("2025-03-01T00:00Z,100", "2025-03-01T01:00Z,90")
         ((GOOD[0],), r"has 1 rows"),
     ],
 )
-def test_a_wrong_series_is_one_line_that_names_file_and_line(
+def test_invalid_series_is_rejected_with_file_and_line(
     tmp_path: Path, rows: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, *rows)
@@ -154,7 +154,7 @@ def test_a_wrong_series_is_one_line_that_names_file_and_line(
     assert said.err.count("\n") == 1
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_unusable_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere.csv: cannot be read .No such file"):
         Intensity.parse(str(tmp_path / "nowhere.csv"))
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
@@ -171,39 +171,39 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("year", ["0000", "0001", "1969", "2200", "9999", "10000", "-001", "-1"])
-def test_years_that_no_clock_shows_are_refused(year: str, tmp_path: Path) -> None:
+def test_years_out_of_range_are_rejected(year: str, tmp_path: Path) -> None:
     path = written(tmp_path, f"{year}-01-01T00:00:00+00:00,100", f"{year}-01-01T01:00:00+00:00,90")
     with pytest.raises(InputError, match=r"line 1: time .*allowed: (an ISO time|years from 1970 to 2199)"):
         Intensity.read(path)
 
 
 @given(st.datetimes(datetime(1970, 1, 2), datetime(2199, 12, 30)), st.integers(-23, 23))
-def test_a_time_that_is_read_can_be_shown(time: datetime, hours: int) -> None:
+def test_parsed_time_can_be_displayed(time: datetime, hours: int) -> None:
     zone = f"{hours:+03d}:00"
     read = parse_time(f"{time.isoformat()}{zone}", where="here")
     assert parse_time(iso(read), where="here") == math.floor(read)
 
 
-def test_a_field_longer_than_csv_allows_is_one_line(tmp_path: Path) -> None:
+def test_field_longer_than_csv_allows_is_rejected_in_one_line(tmp_path: Path) -> None:
     path = written(tmp_path, "2025-03-01T00:00Z,100", f"2025-03-01T01:00Z,{'9' * 200_000}")
     with pytest.raises(InputError, match=r"line 2: is not CSV .field larger than field limit"):
         Intensity.read(path)
 
 
-def test_a_series_is_not_read_from_a_pipe(tmp_path: Path) -> None:
+def test_series_is_not_read_from_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="pipe: is a pipe"):
         Intensity.parse(str(tmp_path / "pipe"))
 
 
-def test_a_series_is_counted_while_it_is_read(tmp_path: Path) -> None:
+def test_size_limit_is_enforced_while_reading(tmp_path: Path) -> None:
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2**34)
     with pytest.raises(InputError, match=r"huge: the file is larger than 67108864 bytes"):
         Intensity.read(tmp_path / "huge")
 
 
-def test_lengths_and_times_are_read_or_refused() -> None:
+def test_invalid_durations_and_times_are_rejected() -> None:
     assert [parse_length(text) for text in ("6h", "90min", "90m", "1d12h", "1.5h", "30 s")] == [
         *(21600, 5400, 5400, 129600, 5400, 30)
     ]
@@ -215,7 +215,7 @@ def test_lengths_and_times_are_read_or_refused() -> None:
         parse_time("soon", where="--deadline")
 
 
-def test_what_the_series_does_not_cover_is_refused() -> None:
+def test_times_outside_the_series_are_rejected() -> None:
     intensity = series([100.0] * 4)
     with pytest.raises(InputError, match=r"--earliest, --deadline: the series does not cover 2025-02-28T23:00:00"):
         schedule(intensity, HOUR, BEGIN - HOUR)
@@ -225,7 +225,7 @@ def test_what_the_series_does_not_cover_is_refused() -> None:
         schedule(intensity, 2 * HOUR, BEGIN, BEGIN + HOUR)
 
 
-def test_the_command_answers_in_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grams = (300, 200, 50, 50, 400, 400)
     path = written(tmp_path, "time,gCO2/kWh", *(f"2025-03-01T0{hour}:00Z,{value}" for hour, value in enumerate(grams)))
     command = ["schedule", "--length", "3h", "--carbon-intensity", str(path), "--earliest", "2025-03-01T00:00Z"]

@@ -1,4 +1,4 @@
-"""The catalog: a job is found by its name, in a module or in a file, or one line says why not."""
+"""Tests of the catalog: a job is found by name, module or file, or an error of one line says why not."""
 
 from __future__ import annotations
 
@@ -49,45 +49,45 @@ def job_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["charlm", "charlm_ragged", "digits"])
-def test_every_reference_job_can_be_loaded_by_its_name(name):
+def test_every_reference_job_can_be_loaded_by_name(name):
     assert name in catalog()
     assert load_job(name).name == name
 
 
-def test_each_file_of_the_jobs_folder_is_a_job_of_its_name():
+def test_each_file_of_the_jobs_folder_defines_a_job_of_its_name():
     for name, path in catalog().items():
         assert path.parent == content_folder("envs")
         assert load_job(name).name == name
 
 
-def test_a_job_is_loaded_from_a_file_and_its_attribute_is_job_if_left_out(job_file: Path):
+def test_job_file_without_an_attribute_defaults_to_job(job_file: Path):
     assert load_job(f"{job_file}:job").name == "from-file"
     assert load_job(str(job_file)).name == "from-file"
     assert load_job(f"{job_file}:other").name == "other"
 
 
-def test_a_function_that_returns_a_job_is_called(job_file: Path):
+def test_function_that_returns_a_job_is_called(job_file: Path):
     assert load_job(f"{job_file}:make").name == "other"
 
 
-def test_a_file_is_run_once_however_often_its_job_is_loaded(job_file: Path):
+def test_job_file_is_executed_once_however_often_it_is_loaded(job_file: Path):
     assert load_job(f"{job_file}:job") is load_job(f"{job_file}:job")
 
 
-def test_a_job_is_loaded_from_an_importable_module(job_file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_job_is_loaded_from_an_importable_module(job_file: Path, monkeypatch: pytest.MonkeyPatch):
     job_file.rename(job_file.with_name("importable_job_of_a_user.py"))
     monkeypatch.syspath_prepend(job_file.parent)
     assert load_job("importable_job_of_a_user:other").name == "other"
 
 
-def test_a_job_is_returned_as_it_is(job_file: Path):
+def test_job_object_is_returned_unchanged(job_file: Path):
     job = load_job(str(job_file))
     assert isinstance(job, Job)
     assert load_job(job) is job
 
 
 @pytest.mark.parametrize("reference", ["nothing", "", "charlm2", ":"])
-def test_an_unknown_name_is_refused_with_the_known_ones(reference):
+def test_unknown_name_is_rejected_with_the_known_ones(reference):
     with pytest.raises(
         JobError, match=r"no job has the name .* \(allowed: charlm, charlm_long, charlm_ragged, charlm_zero, digits, "
     ):
@@ -104,13 +104,13 @@ def test_an_unknown_name_is_refused_with_the_known_ones(reference):
         ("broken", r"broken.*KeyError"),
     ],
 )
-def test_an_attribute_that_gives_no_job_is_refused_in_one_line(job_file: Path, attribute, message):
+def test_attribute_that_is_not_a_job_is_rejected_in_one_line(job_file: Path, attribute, message):
     with pytest.raises(JobError, match=message) as raised:
         load_job(f"{job_file}:{attribute}")
     assert "\n" not in str(raised.value)
 
 
-def test_a_missing_file_is_refused_by_its_path():
+def test_missing_file_is_rejected_by_its_path():
     with pytest.raises(JobError, match=r"no file nowhere/job.py \(allowed: an existing .py file\)"):
         load_job("nowhere/job.py:job")
 
@@ -124,7 +124,7 @@ def test_a_missing_file_is_refused_by_its_path():
         ("from autotune import Job\njob = Job(name='x')", "raised TypeError"),
     ],
 )
-def test_a_file_that_cannot_be_run_is_refused_in_one_line_each_time(tmp_path: Path, content, message):
+def test_file_that_fails_to_execute_is_rejected_in_one_line_each_time(tmp_path: Path, content, message):
     path = tmp_path / "broken.py"
     path.write_text(content)
     for _ in range(2):
@@ -133,13 +133,13 @@ def test_a_file_that_cannot_be_run_is_refused_in_one_line_each_time(tmp_path: Pa
         assert "\n" not in str(raised.value)
 
 
-def test_a_module_that_cannot_be_imported_is_refused_in_one_line():
+def test_module_that_cannot_be_imported_is_rejected_in_one_line():
     with pytest.raises(JobError, match=r"importing 'a_module_that_nobody_has' raised ModuleNotFound") as raised:
         load_job("a_module_that_nobody_has:job")
     assert "\n" not in str(raised.value)
 
 
-# -------------------------------------------------------------------------------------------- what is no job, what ends
+# -------------------------------------------------------------------------------------------- invalid jobs and exits
 
 
 HOSTILE = [
@@ -187,7 +187,7 @@ REFERENCES = st.one_of(
 
 @pytest.mark.timeout(60)
 @given(reference=REFERENCES)
-def test_whatever_a_reference_says_the_answer_is_a_job_or_one_plain_line(reference):
+def test_every_reference_gives_a_job_or_a_one_line_error(reference):
     sys.modules.pop("os.", None)
     try:
         assert isinstance(load_job(reference), Job)
@@ -199,7 +199,7 @@ def test_whatever_a_reference_says_the_answer_is_a_job_or_one_plain_line(referen
 
 
 @pytest.mark.parametrize("reference", [name for name in HOSTILE if name != "charlm:"])
-def test_what_names_no_job_is_refused_in_a_line_that_a_terminal_shows_as_it_is(reference):
+def test_reference_to_no_job_is_rejected_in_a_printable_line(reference):
     with pytest.raises(JobError) as raised:
         load_job(reference)
     assert str(raised.value).isprintable()
@@ -207,7 +207,7 @@ def test_what_names_no_job_is_refused_in_a_line_that_a_terminal_shows_as_it_is(r
 
 
 @pytest.mark.timeout(60)
-def test_what_stands_behind_a_long_name_is_found_in_one_pass():
+def test_suffix_of_a_very_long_name_is_found_in_one_pass():
     name = "charlm" + "+a" * 60_000 + "/"
     assert plain(name) == name
     assert plain(name + "+lion") == name
@@ -225,7 +225,7 @@ def test_what_stands_behind_a_long_name_is_found_in_one_pass():
     ],
     ids=["pipe", "folder", "device", "loop", "nowhere"],
 )
-def test_a_job_file_that_is_no_file_is_refused(tmp_path: Path, make, message):
+def test_job_file_that_is_not_a_regular_file_is_rejected(tmp_path: Path, make, message):
     make(tmp_path / "x.py")
     with pytest.raises(JobError, match=message):
         load_job(str(tmp_path / "x.py"))
@@ -243,7 +243,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("source", "message"), ENDS)
 @pytest.mark.parametrize("at", ["import", "factory", "attribute"])
-def test_a_job_that_ends_the_program_is_one_line_each_time(tmp_path: Path, source, message, at):
+def test_job_that_exits_the_program_is_rejected_in_one_line_each_time(tmp_path: Path, source, message, at):
     path = tmp_path / f"ends_{at}.py"
     body = source.replace("{indent}", "" if at == "import" else "    ")
     path.write_text(
@@ -256,7 +256,7 @@ def test_a_job_that_ends_the_program_is_one_line_each_time(tmp_path: Path, sourc
         assert "\n" not in str(raised.value)
 
 
-def test_an_interruption_is_no_answer_of_the_job(tmp_path: Path):
+def test_keyboard_interrupt_while_loading_a_job_is_not_swallowed(tmp_path: Path):
     path = tmp_path / "interrupted.py"
     path.write_text("raise KeyboardInterrupt")
     for _ in range(2):
@@ -264,14 +264,14 @@ def test_an_interruption_is_no_answer_of_the_job(tmp_path: Path):
             load_job(str(path))
 
 
-# --------------------------------------------------------------------------------------------- names that data may have
+# --------------------------------------------------------------------------------------------- names allowed in data
 
 
 @pytest.mark.parametrize(
     "reference",
     ["charlm", "charlm:adaptive", "digits+compile", "charlm+lion=3e-4+compile", "charlm+nothing", "charlm:x"],
 )
-def test_a_name_of_the_catalog_is_one_whatever_stands_behind_it(reference):
+def test_catalog_name_with_any_suffix_is_a_catalog_reference(reference):
     assert is_catalog_reference(reference)
 
 
@@ -284,12 +284,12 @@ def test_a_name_of_the_catalog_is_one_whatever_stands_behind_it(reference):
         *(None, 3, ["charlm"], {"charlm": 1}, b"charlm", True),
     ],
 )
-def test_anything_else_is_none(reference):
+def test_other_references_are_not_catalog_references(reference):
     assert not is_catalog_reference(reference)
 
 
 @given(reference=REFERENCES)
-def test_a_name_of_the_catalog_loads_a_file_of_the_catalog_or_nothing(reference):
+def test_catalog_name_loads_only_a_file_of_the_catalog(reference):
     if is_catalog_reference(reference):
         try:
             assert split(reference, where="job")[0].partition(":")[0] in catalog()
@@ -297,7 +297,7 @@ def test_a_name_of_the_catalog_loads_a_file_of_the_catalog_or_nothing(reference)
             return
 
 
-def test_of_the_catalogs_files_only_jobs_are_called(monkeypatch: pytest.MonkeyPatch):
+def test_only_attributes_that_are_jobs_are_called_in_catalog_files(monkeypatch: pytest.MonkeyPatch):
     load_job("charlm_zero")
     (module,) = (module for name, module in sys.modules.items() if name.startswith("autotune_job_charlm_zero_"))
     called = []

@@ -1,4 +1,4 @@
-"""The command line's surface, and how it refuses: one line, exit code 2, nothing written."""
+"""Tests of the command line: commands, options, and errors of one line with exit code 2."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ def series_file(folder: Path) -> str:
     return str(path)
 
 
-def test_the_surface_is_the_documented_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_and_options_are_the_documented_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     listed = capsys.readouterr().out.split("Commands:")[1].split("\n")
     assert sorted(line.split()[0] for line in listed if line.startswith("  ") and line[2] != " ") == VERBS
@@ -219,7 +219,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
 
 
 def made(folder: Path, kind: str) -> str:
-    """Make something that is no regular file, and return its path."""
+    """Make a special file, and return its path."""
     path = folder / kind
     if kind == "pipe":
         os.mkfifo(path)
@@ -282,7 +282,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "kind"), REFUSED, ids=lambda part: part if isinstance(part, str) else " ".join(part))
-def test_what_is_neither_a_file_nor_a_folder_is_refused_in_one_line(
+def test_path_that_is_neither_file_nor_folder_is_rejected_in_one_line(
     line: list[str],
     kind: str,
     tmp_path: Path,
@@ -305,14 +305,14 @@ def test_what_is_neither_a_file_nor_a_folder_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_wrong_input_is_one_line_exit_2_and_nothing_written(
+def test_invalid_input_gives_one_line_exit_code_2_and_no_files(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans, work = tmp_path / "plans", tmp_path / "work"
     plans.mkdir()
     work.mkdir()
     monkeypatch.chdir(work)
-    # A machine that can read its energy would not refuse to weigh it.
+    # A machine that can measure energy would accept a weight for it.
     monkeypatch.setattr("autotune.mechanics.energy_meter.POWERCAP", plans)
     arguments, expected = BAD[case](plans)
     assert run(arguments) == 2
@@ -326,7 +326,7 @@ def test_wrong_input_is_one_line_exit_2_and_nothing_written(
 
 
 @pytest.mark.slow
-def test_json_is_one_document_on_stdout_and_everything_else_on_stderr(tmp_path: Path) -> None:
+def test_json_prints_one_document_on_stdout_and_the_rest_on_stderr(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autotune.cli.main", "tune", str(JOB), "--method", "random", "--json"]
     answer = subprocess.run(
         [*command, "--steps", "48", "--runs-dir", str(tmp_path)], capture_output=True, text=True, check=True
@@ -339,7 +339,7 @@ def test_json_is_one_document_on_stdout_and_everything_else_on_stderr(tmp_path: 
 
 
 @pytest.mark.slow
-def test_what_a_job_or_c_code_prints_does_not_reach_the_documents_stream(tmp_path: Path) -> None:
+def test_output_of_jobs_and_c_code_does_not_reach_the_json_stream(tmp_path: Path) -> None:
     loud = tmp_path / "loud_job.py"
     loud.write_text(JOB.read_text() + '\nimport os\nprint("a job prints")\nos.write(1, b"C code prints\\n")\n')
     command = [sys.executable, "-m", "autotune.cli.main", "explain", "sqrt", "--job", str(loud), "--json"]
@@ -349,7 +349,7 @@ def test_what_a_job_or_c_code_prints_does_not_reach_the_documents_stream(tmp_pat
     assert "C code prints" in answer.stderr
 
 
-def test_doctor_says_what_the_device_does_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_describes_the_strengths_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert "fp32" in document["precisions"]
@@ -364,7 +364,7 @@ def test_explain_gives_a_reason_for_every_unit(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_the_working_directory_is_where_modules_are_looked_for(tmp_path: Path) -> None:
+def test_modules_are_found_in_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "my_jobs.py").write_text(JOB.read_text())
     command = [str(Path(sys.executable).parent / "autotune"), "explain", "sqrt", "--job", "my_jobs:job", "--json"]
     if not Path(command[0]).exists():
@@ -373,6 +373,6 @@ def test_the_working_directory_is_where_modules_are_looked_for(tmp_path: Path) -
     assert answer.returncode == 0, answer.stderr
 
 
-def test_python_runs_the_package_as_the_command() -> None:
+def test_python_m_runs_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "autotune", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"autotune {autotune.__version__}"

@@ -1,4 +1,4 @@
-"""Where the command line's words go, and what it says when the operating system or Python refuses something."""
+"""Tests of the command line's output, and of its messages for errors of the operating system and of Python."""
 
 import errno
 import io
@@ -18,18 +18,18 @@ from autotune.cli.plain_console import PlainConsole
 
 JOB = Path(__file__).parent / "tiny_job.py"
 PROGRAM = [sys.executable, "-m", "autotune.cli.main"]
-# Without the lines that only a program does.
+# Without the part that only runs as a program.
 RUN = [sys.executable, "-c", "import sys; from autotune.cli.main import run; sys.exit(run(sys.argv[1:]))"]
 HOSTILE = "[bold]x[/bold] [/b] :smile: \x1b[31mred \u202egpj"
 SHOWN = "[bold]x[/bold] [/b] :smile: \\x1b[31mred \\u202egpj"
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("autotune 0.")
 
 
-def test_what_is_printed_is_neither_markup_nor_an_order_to_the_terminal() -> None:
+def test_output_contains_no_markup_and_no_terminal_escapes() -> None:
     stream = io.StringIO()
     console = PlainConsole(stream)
     table = shared.table(title=HOSTILE, caption=HOSTILE, width=90)
@@ -43,7 +43,7 @@ def test_what_is_printed_is_neither_markup_nor_an_order_to_the_terminal() -> Non
     assert all(character.isprintable() or character == "\n" for character in stream.getvalue())
 
 
-def test_a_bar_shows_titles_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_shows_titles_literally(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
     stream = io.StringIO()
@@ -56,7 +56,7 @@ def test_a_bar_shows_titles_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", ["[/b]", "[bold]x[/bold]", ":smile:"])
-def test_a_path_that_looks_like_markup_is_a_path(
+def test_path_that_looks_like_markup_is_printed_literally(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -64,7 +64,7 @@ def test_a_path_that_looks_like_markup_is_a_path(
     assert name in capsys.readouterr().out
 
 
-def test_what_is_logged_is_escaped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_messages_are_escaped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     assert run(["doctor"]) == 0
@@ -74,7 +74,7 @@ def test_what_is_logged_is_escaped(capsys: pytest.CaptureFixture[str], monkeypat
 
 @pytest.fixture
 def failing() -> Iterator[Callable[[Exception], None]]:
-    """Add a verb to the command line that raises what the test says."""
+    """Add a verb to the command line that raises the given exception."""
     verbs = list(app.registered_commands)
 
     def add(error: Exception) -> None:
@@ -102,7 +102,7 @@ def failing() -> Iterator[Callable[[Exception], None]]:
     ],
     ids=lambda part: repr(part)[:40],
 )
-def test_what_the_system_refuses_while_a_verb_runs_is_one_line(
+def test_operating_system_error_in_a_verb_is_one_line(
     error: Exception,
     code: int,
     said: str,
@@ -121,13 +121,13 @@ def test_what_the_system_refuses_while_a_verb_runs_is_one_line(
     assert said in captured.err
 
 
-def test_a_defect_of_ours_is_not_hidden(failing: Callable[[Exception], None]) -> None:
+def test_internal_error_shows_its_traceback(failing: Callable[[Exception], None]) -> None:
     failing(KeyError("a defect"))
     with pytest.raises(KeyError, match="a defect"):
         run(["failing"])
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"version": 1, "accumulation_steps": 1, "precision": {}, "storage": {}}')
     line = ["export", "plan.json", "--job", str(JOB), "--to", "json"]
     answer = subprocess.run(
@@ -142,7 +142,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [["--help"], ["doctor"], ["doctor", "--json"]], ids=" ".join)
-def test_a_reader_that_leaves_early_is_no_failure(line: list[str], tmp_path: Path) -> None:
+def test_closed_output_pipe_is_not_an_error(line: list[str], tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     answer = subprocess.run([*PROGRAM, *line], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
@@ -152,14 +152,14 @@ def test_a_reader_that_leaves_early_is_no_failure(line: list[str], tmp_path: Pat
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
 @pytest.mark.parametrize("line", [["--help"], ["doctor"], ["doctor", "--json"]], ids=" ".join)
-def test_a_full_disk_behind_stdout_is_one_line(line: list[str], tmp_path: Path) -> None:
+def test_full_disk_behind_stdout_is_one_line(line: list[str], tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         answer = subprocess.run([*PROGRAM, *line], stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
     assert (answer.returncode, answer.stderr) == (1, b"autotune: No space left on device\n")
 
 
 @pytest.mark.parametrize("line", [["--help"], ["doctor", "--json"]], ids=" ".join)
-def test_closed_streams_are_no_failure(line: list[str], tmp_path: Path) -> None:
+def test_closed_standard_streams_are_not_an_error(line: list[str], tmp_path: Path) -> None:
     command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PROGRAM, *line]
     assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 0
 
@@ -174,7 +174,7 @@ def test_closed_streams_are_no_failure(line: list[str], tmp_path: Path) -> None:
         (["plan", str(JOB), "--device", "h200"], 2, "working folder"),
     ],
 )
-def test_a_working_folder_that_is_gone_is_one_line(line: list[str], code: int, said: str, tmp_path: Path) -> None:
+def test_missing_working_directory_is_one_line(line: list[str], code: int, said: str, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     leave = "import os, sys; os.chdir(sys.argv[1]); os.rmdir(sys.argv[1]); os.execv(sys.argv[2], sys.argv[2:])"

@@ -1,4 +1,4 @@
-"""A real Ray cluster of two nodes on this machine: real jobs, and a node that is killed in the middle."""
+"""Tests on a real two-node Ray cluster on this machine, with a node that is killed during a run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def windows(engine: PoolEngine, count: int) -> list[Any]:
     return found
 
 
-def test_a_node_that_is_killed_takes_no_window_with_it(nodes: Any) -> None:
+def test_killed_node_loses_no_window(nodes: Any) -> None:
     engine = cluster_pool(ClusterOptions(address=nodes.address), TINY, seed=0, measuring=OPTIONS)
     assert engine.workers == 2
     second = nodes.list_all_nodes()[-1]
@@ -91,13 +91,13 @@ def test_a_node_that_is_killed_takes_no_window_with_it(nodes: Any) -> None:
     assert engine.workers == 1
     assert [window.failure for window in found] == [None] * 80
     assert all(window.seconds_per_step > 0 and window.peak_bytes > 0 for window in found)
-    # With the other one gone as well, there is an answer all the same.
+    # The call still returns if the other worker is lost as well.
     engine.apply(engine.space.leanest())
     assert engine.run(3).failure is None
     engine.close()
 
 
-def test_each_worker_has_cores_of_its_own() -> None:
+def test_each_worker_has_its_own_cores() -> None:
     node = {"Alive": True, "NodeManagerHostname": "here", "Resources": {"CPU": 4.0}}
     three = [{**node, "NodeID": "a"}, {**node, "NodeID": "b"}, {**node, "NodeID": "c", "Alive": False}]
     found = [(place.node, place.cores) for place in places(three, ClusterOptions(address="auto", cores=2))]
@@ -107,7 +107,7 @@ def test_each_worker_has_cores_of_its_own() -> None:
     assert found == [((0, 1, 2, 3), 1), ((4, 5, 6, 7), 1)]
 
 
-def test_a_job_that_kills_its_process_is_a_value_and_no_lost_worker(
+def test_job_that_kills_its_process_fails_its_window_and_keeps_the_worker(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv(failing_job.FAILURE, "kill")
@@ -126,7 +126,7 @@ def test_a_job_that_kills_its_process_is_a_value_and_no_lost_worker(
     assert all("SIGKILL" in window.failure_detail for window in found if window.failure)
 
 
-def test_a_job_that_no_worker_can_load_is_one_line(nodes: Any, tmp_path: Path) -> None:
+def test_job_that_no_worker_can_load_is_one_line(nodes: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nowhere"):
         cluster_pool(ClusterOptions(address=nodes.address), str(tmp_path / "nowhere.py"), seed=0, measuring=OPTIONS)
 
@@ -149,9 +149,9 @@ engine.close()
 
 
 @pytest.mark.parametrize("end", ["close", "kill"])
-def test_a_cluster_of_our_own_is_reached_from_this_machine_alone_and_leaves_nothing(end: str, tmp_path: Path) -> None:
+def test_local_cluster_listens_on_loopback_and_leaves_nothing(end: str, tmp_path: Path) -> None:
     before = {path.name for path in Path("/tmp").glob("autotune-scratch-*")}
-    # What lies in the working directory is no library for its workers.
+    # Files in the working directory must not replace libraries of its workers.
     for name in ("csv", "json", "numpy", "torch", "pydantic", "gymnasium"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
     done = subprocess.run(
@@ -168,11 +168,11 @@ def test_a_cluster_of_our_own_is_reached_from_this_machine_alone_and_leaves_noth
     leftovers.wait_until(
         lambda: {path.name for path in Path("/tmp").glob("autotune-scratch-*")} <= before, "a folder is left"
     )
-    # Ray's own agents take a minute to see that the rest of it is gone.
+    # Ray's agents take a minute to notice that the rest of the cluster is gone.
     leftovers.wait_until(lambda: not leftovers.processes(str(tmp_path)), "a process lives on", timeout_s=150)
 
 
-def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+def test_unreachable_cluster_is_one_line(tmp_path: Path) -> None:
     command = ["tune", TINY, "--method", "random", "--runs-dir", str(tmp_path), "--cluster"]
     for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "auto"):
         done = subprocess.run(
@@ -185,7 +185,7 @@ def test_a_cluster_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["random", "optuna"])
-def test_a_tuning_on_workers_is_killed_and_taken_up(method: str, tmp_path: Path) -> None:
+def test_killed_tuning_on_workers_is_resumed(method: str, tmp_path: Path) -> None:
     before = processes()
     command = ["tune", TINY, "--method", method, "--steps", "120", "--cluster", "local:2", "--runs-dir", str(tmp_path)]
     with subprocess.Popen([*PROGRAM, *command], env=ENVIRONMENT, stderr=subprocess.DEVNULL) as begun:
@@ -220,7 +220,7 @@ def test_a_tuning_on_workers_is_killed_and_taken_up(method: str, tmp_path: Path)
     assert not processes() - before
 
 
-def test_seeds_that_train_on_a_cluster_become_what_they_become_here(
+def test_training_on_a_cluster_gives_the_same_weights_as_locally(
     nodes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = recipe_file(tmp_path, LONG)
@@ -229,7 +229,7 @@ def test_seeds_that_train_on_a_cluster_become_what_they_become_here(
     found: dict[str, Any] = {}
 
     def lose_a_node() -> None:
-        """Take a machine away once both seeds are under way."""
+        """Remove a node once both seeds are training."""
         until = time.monotonic() + 600
         while time.monotonic() < until and len(list((tmp_path / "there").glob("*/seed-*.checkpoint"))) < 2:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Waiting in collectives: what is timed, what counts once, and that nothing is left behind."""
+"""Tests of timing collectives: waiting time counts once, and nothing is left patched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def group() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-def test_collectives_are_timed_and_do_what_they_did(group: None):
+def test_timed_collectives_give_unchanged_results(group: None):
     clock, value = CollectiveClock(), torch.arange(1000.0)
     with clock.running():
         distributed.all_reduce(value)
@@ -29,7 +29,7 @@ def test_collectives_are_timed_and_do_what_they_did(group: None):
     assert clock.seconds > 0
 
 
-def test_what_goes_on_in_the_background_counts_while_it_is_waited_for(group: None):
+def test_asynchronous_collective_counts_only_while_it_is_waited_for(group: None):
     clock = CollectiveClock()
     with clock.running():
         work = distributed.all_reduce(torch.ones(10), async_op=True)
@@ -39,7 +39,7 @@ def test_what_goes_on_in_the_background_counts_while_it_is_waited_for(group: Non
     assert work.is_completed()
 
 
-def test_nothing_is_left_in_place_after_the_body_raised(group: None):
+def test_patches_are_removed_after_an_exception(group: None):
     before = distributed.all_reduce
     clock = CollectiveClock()
     with pytest.raises(TypeError, match=r"type torch.Tensor"), clock.running():
@@ -50,14 +50,14 @@ def test_nothing_is_left_in_place_after_the_body_raised(group: None):
     assert clock.calls == 1
 
 
-def test_a_collective_that_calls_another_is_one(group: None):
+def test_nested_collective_counts_once(group: None):
     clock = CollectiveClock()
     inner = clock._timed(lambda: None)
     clock._timed(inner)()
     assert clock.calls == 1
 
 
-def test_settled_collectives_are_over_when_they_return_and_do_what_they_did(group: None):
+def test_settled_collectives_finish_before_they_return_and_give_unchanged_results(group: None):
     before, value = distributed.all_reduce, torch.arange(1000.0)
     with settled_collectives():
         assert distributed.all_reduce(value) is None
@@ -70,7 +70,7 @@ def test_settled_collectives_are_over_when_they_return_and_do_what_they_did(grou
     assert distributed.all_reduce is before
 
 
-def test_without_ranks_nothing_is_settled():
+def test_settling_without_ranks_changes_nothing():
     before = distributed.all_reduce
     with settled_collectives():
         assert distributed.all_reduce is before

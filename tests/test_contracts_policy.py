@@ -1,4 +1,4 @@
-"""The contract of every policy that can be named: it follows its protocol, stays in the space and forgets a run."""
+"""Contract of every named policy: it follows the protocol, stays in the space and forgets a run on reset."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,13 +49,13 @@ def policy(request: pytest.FixtureRequest) -> Policy:
 
 
 def begin(policy: Policy) -> Plan:
-    """Return the plan that a run begins with."""
+    """Return the initial plan of a run."""
     policy.reset()
     return policy.begin(PROFILE, BUDGET) if isinstance(policy, PlanningPolicy) else SPACE.baseline()
 
 
 def windows(plan: Plan) -> list[Measurement]:
-    """Return windows of every kind: plain ones, with and without gradients, and every failure."""
+    """Return windows of every kind: with and without gradients, and with every failure."""
     plain = plain_window(plan, 5)
     failed = [
         Measurement(steps=1, samples=8, items=8, total_s=0.1, peak_bytes=2 * BUDGET, failure=failure)
@@ -86,22 +86,22 @@ def decisions(policy: Policy) -> list[Plan]:
     return plans
 
 
-def test_it_has_the_members_of_a_policy(policy: Policy) -> None:
+def test_policy_has_the_members_of_the_protocol(policy: Policy) -> None:
     assert isinstance(policy, Policy)
     assert isinstance(policy.name, str)
     assert policy.name
 
 
-def test_it_decides_for_plans_of_the_space_whatever_a_window_saw(policy: Policy) -> None:
+def test_policy_proposes_plans_in_the_space_after_any_window(policy: Policy) -> None:
     for plan in decisions(policy):
         assert SPACE.check(plan) == plan
 
 
-def test_it_decides_the_same_in_every_run_after_a_reset(policy: Policy) -> None:
+def test_policy_repeats_its_decisions_after_reset(policy: Policy) -> None:
     assert decisions(policy) == decisions(policy)
 
 
-def test_it_draws_nothing_from_the_process_s_generators(policy: Policy) -> None:
+def test_policy_leaves_the_global_generators_alone(policy: Policy) -> None:
     states = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
     decisions(policy)
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -109,13 +109,13 @@ def test_it_draws_nothing_from_the_process_s_generators(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES.registered)
-def test_a_registered_policy_begins_with_a_plan_that_is_predicted_to_fit(name: str) -> None:
+def test_registered_policy_begins_with_a_plan_predicted_to_fit(name: str) -> None:
     policy = make_policy(name)
     assert isinstance(policy, PlanningPolicy)
     assert peak_bytes(PROFILE, policy.begin(PROFILE, BUDGET)) <= BUDGET
 
 
-def test_a_policy_that_was_saved_decides_as_before(tmp_path: Path) -> None:
+def test_saved_and_loaded_policy_decides_identically(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = PolicyNetwork()
     training = policy_folder.Training(job="tiny", seed=0, windows=1, steps=1, memory_budget_bytes=None)

@@ -1,4 +1,4 @@
-"""The contract of every registered method: laws of ask and tell, reproducibility, and the budget of steps."""
+"""Contract of every registered search method: ask and tell, reproducibility and the budget of steps."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def tell(search: Search, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_a_search_proposes_plans_of_the_space_even_if_measurements_fail(name: str, tmp_path: Path) -> None:
+def test_search_proposes_plans_in_the_space_even_if_measurements_fail(name: str, tmp_path: Path) -> None:
     search = search_of(name, tmp_path)
     for number, failure in enumerate([None, *Failure] * 2):
         plan = search.ask()
@@ -72,7 +72,7 @@ def test_a_search_proposes_plans_of_the_space_even_if_measurements_fail(name: st
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_the_same_seed_gives_the_same_proposals(name: str, tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_proposals(name: str, tmp_path: Path) -> None:
     def proposals(folder: Path) -> list[Plan]:
         search, plans = search_of(name, folder), []
         for _ in range(12):
@@ -85,7 +85,7 @@ def test_the_same_seed_gives_the_same_proposals(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", SPREADING)
-def test_a_method_that_spreads_proposes_ahead_of_measurements(name: str, tmp_path: Path) -> None:
+def test_parallel_method_proposes_before_measurements_arrive(name: str, tmp_path: Path) -> None:
     search = search_of(name, tmp_path, ahead=4)
     waiting = [search.ask() for _ in range(4)]
     for _ in range(6):
@@ -96,14 +96,14 @@ def test_a_method_that_spreads_proposes_ahead_of_measurements(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_a_search_closes_with_proposals_that_were_not_told(name: str, tmp_path: Path) -> None:
+def test_search_can_be_closed_with_unanswered_proposals(name: str, tmp_path: Path) -> None:
     search = search_of(name, tmp_path)
     search.ask()
     search.close()
 
 
 @pytest.mark.parametrize("name", PLANNING)
-def test_a_planning_method_returns_the_same_fitting_plans_twice(name: str) -> None:
+def test_planning_method_repeats_its_fitting_plans(name: str) -> None:
     method = METHODS[name]
     assert isinstance(method, PlanningMethod)
     plans = method.plans(PROFILE, BUDGET, Goal())
@@ -115,7 +115,7 @@ def test_a_planning_method_returns_the_same_fitting_plans_twice(name: str) -> No
 
 
 @pytest.mark.parametrize("name", UNPROFILED)
-def test_a_method_keeps_its_budget_of_steps_and_of_trials(name: str, tmp_path: Path) -> None:
+def test_method_keeps_its_budgets_of_steps_and_trials(name: str, tmp_path: Path) -> None:
     references = measure_references(engine := KnownEngine(), MemoryBudget.parse("60%"))
     run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
     settings = plan_search.TuningSettings(steps=70, trials=6)

@@ -1,4 +1,4 @@
-"""What single documents do not show: files that contradict each other, names that meet, numbers that are none."""
+"""Tests of documents that contradict each other, of duplicate names and of values that are not numbers."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def change(path: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_the_arms_that_are_run_are_those_that_were_vouched_for(compared: Path) -> None:
+def test_resume_rejects_arms_that_differ_from_the_recorded_request(compared: Path) -> None:
     (compared / "comparison.json").unlink()
     change(compared / "config.json", arms=["baseline", str(compared.parent / "plan.json")])
     with pytest.raises(RunDirectoryError, match=r"asked\.arms differs from arms"):
         autotune.resume(compared, job=JOB)
 
 
-def test_a_plan_that_is_a_link_out_of_a_run_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_that_links_outside_the_run_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     secret, run, out = tmp_path / "plan.json", tmp_path / "run", tmp_path / "out"
     secret.write_text(autotune.Plan(accumulation_steps=1, precision={}, storage={}).to_json().__repr__())
     run.mkdir()
@@ -67,7 +67,7 @@ def test_a_plan_that_is_a_link_out_of_a_run_is_not_exported(tmp_path: Path, caps
         ["baseline", "baseline"],
     ],
 )
-def test_arms_of_one_name_are_refused_before_anything_is_run(
+def test_arms_with_the_same_name_are_rejected_before_any_run(
     arms: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_arms_of_one_name_are_refused_before_anything_is_run(
 
 
 def at_first(value: float) -> autotune.Job:
-    """Return a job whose metric is no number before it was trained."""
+    """Return a job whose metric is not a number before training."""
     seen: Iterator[int] = itertools.count()
 
     def evaluate(model: nn.Module) -> float:
@@ -89,7 +89,7 @@ def at_first(value: float) -> autotune.Job:
     return tiny_job.make(evaluate=evaluate)
 
 
-def test_a_metric_that_is_no_number_at_first_is_left_out(tmp_path: Path) -> None:
+def test_metric_that_is_not_a_number_at_first_is_left_out(tmp_path: Path) -> None:
     found = autotune.compare(
         at_first(float("inf")), ["baseline", "recompute-all"], seeds=2, steps=48, lean=True, runs_dir=tmp_path
     )
@@ -97,7 +97,7 @@ def test_a_metric_that_is_no_number_at_first_is_left_out(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_metric_that_is_never_a_number_is_a_failure_of_the_run(tmp_path: Path) -> None:
+def test_metric_that_is_never_a_number_fails_the_run(tmp_path: Path) -> None:
     job = tiny_job.make(evaluate=lambda model: float("nan"), max_steps=6)
     found = autotune.compare(job, ["baseline", "recompute-all"], seeds=2, steps=48, lean=True, runs_dir=tmp_path)
     assert {run["failure"] for arm in found["arms"] for run in arm["runs"]} == {"non_finite"}
@@ -113,13 +113,13 @@ def test_a_metric_that_is_never_a_number_is_a_failure_of_the_run(tmp_path: Path)
         "postgresql://u:S3CRET@[::1/db",
     ],
 )
-def test_an_address_that_cannot_be_read_is_one_line_without_its_secret(url: str) -> None:
+def test_unparsable_address_is_one_line_without_its_secret(url: str) -> None:
     with pytest.raises(InputError) as raised:
         checked(url, where="--storage")
     assert "S3CRET" not in str(raised.value)
 
 
-def test_another_librarys_form_of_a_tracking_address_is_no_reason_to_refuse_a_database(
+def test_mlflow_address_in_a_foreign_format_does_not_block_a_database(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "databricks://profile:prefix")
@@ -131,7 +131,7 @@ def test_another_librarys_form_of_a_tracking_address_is_no_reason_to_refuse_a_da
     ("change_runs", "said"),
     [({"time_to_target_s": None, "reached": True}, "reached is true"), ({}, "")],
 )
-def test_a_run_that_arrived_at_no_time_is_refused(
+def test_run_with_an_arrival_but_no_arrival_time_is_rejected(
     compared: Path, change_runs: dict[str, object], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = json.loads((compared / "comparison.json").read_text())
@@ -143,29 +143,29 @@ def test_a_run_that_arrived_at_no_time_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_a_run_in_which_one_stands_is_taken_up_beside_its_own_folder(
+def test_resuming_the_working_directory_writes_nothing_into_the_run(
     compared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (compared / "comparison.json").unlink()
     monkeypatch.chdir(compared)
     before = set(compared.iterdir())
     with pytest.raises(InputError):
-        # Of another device, or without its job: refused, with nothing made in the run itself.
+        # It is rejected because of another device or a missing job, and nothing is written into the run.
         autotune.resume(".")
     assert set(compared.iterdir()) == before
 
 
-def test_two_pairs_that_differ_much_are_a_document_that_can_be_read() -> None:
+def test_comparison_of_two_very_different_pairs_is_readable() -> None:
     assert ratio_of_log(-800.0) == LEAST_RATIO
     assert ratio_of_log(800.0) == 1 / LEAST_RATIO
     assert ratio_of_log(0.0) == 1.0
 
 
-def test_a_number_of_which_one_over_it_is_none_is_0() -> None:
+def test_number_whose_reciprocal_overflows_is_read_as_zero() -> None:
     assert parse_json('{"a": 3e-323, "b": -1e-310, "c": 1e-30}', where="x") == {"a": 0.0, "b": 0.0, "c": 1e-30}
 
 
-def test_a_comparison_whose_runs_took_no_time_is_refused(compared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_with_zero_run_times_is_rejected(compared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads((compared / "comparison.json").read_text())
     for arm in document["arms"]:
         arm["runs"] = [{**one, "time_to_target_s": 0.0} for one in arm["runs"]]
@@ -174,20 +174,20 @@ def test_a_comparison_whose_runs_took_no_time_is_refused(compared: Path, capsys:
     assert "are inconsistent" in capsys.readouterr().err
 
 
-def test_a_page_of_one_arm_is_whole(compared: Path) -> None:
+def test_page_with_one_arm_is_complete(compared: Path) -> None:
     document = json.loads((compared / "comparison.json").read_text())
     document |= {"arms": document["arms"][:1], "against_baseline": [], "gate": None}
     (compared / "comparison.json").write_text(json.dumps(document))
     assert run_command(["report", str(compared), "--out", str(compared.parent / "page.html")]) == 0
 
 
-def test_a_job_with_an_endless_name_is_refused() -> None:
+def test_job_with_an_overlong_name_is_rejected() -> None:
     with pytest.raises(autotune.JobError, match="name is"):
         tiny_job.make(name="n" * 1001)
 
 
 def begun(run: Path, **asked: object) -> Path:
-    """Make of a recorded comparison one that was begun here, and that nothing was done of."""
+    """Turn a recorded comparison into one that was begun on this machine and has not run anything yet."""
     for path in run.iterdir():
         if path.name not in ("config.json", "environment.json"):
             path.unlink()
@@ -197,9 +197,7 @@ def begun(run: Path, **asked: object) -> Path:
 
 
 @pytest.mark.parametrize("asked", [{"dips": "9:0.5"}, {"carbon_intensity": "-4"}, {"weights": "x"}, {"seed": 2**31}])
-def test_what_cannot_be_asked_for_is_refused_before_anything_is_written(
-    compared: Path, asked: dict[str, object]
-) -> None:
+def test_impossible_request_is_rejected_before_anything_is_written(compared: Path, asked: dict[str, object]) -> None:
     run = begun(compared, **asked)
     before = sorted(path.name for path in run.iterdir())
     with pytest.raises(InputError, match=re.escape(str(run))):
@@ -208,7 +206,7 @@ def test_what_cannot_be_asked_for_is_refused_before_anything_is_written(
 
 
 @pytest.mark.slow
-def test_a_plan_in_a_journal_that_is_none_leaves_no_result(compared: Path) -> None:
+def test_invalid_plan_in_a_journal_writes_no_result(compared: Path) -> None:
     journal = (compared / "journal.jsonl").read_text()
     begun(compared)
     rows = [json.loads(line) for line in journal.splitlines()]
@@ -222,7 +220,7 @@ def test_a_plan_in_a_journal_that_is_none_leaves_no_result(compared: Path) -> No
     assert not (compared / "comparison.json").exists()
 
 
-def test_a_trial_that_leaves_out_what_may_be_absent_is_shown(tmp_path: Path) -> None:
+def test_trial_without_optional_values_is_displayed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(SPECIMENS / "tune", run)
     rows = [json.loads(line) for line in (run / "trials.jsonl").read_text().splitlines()]
@@ -234,7 +232,7 @@ def test_a_trial_that_leaves_out_what_may_be_absent_is_shown(tmp_path: Path) -> 
         assert run_command([*command, "--json"]) == 0, command
 
 
-def test_figures_of_one_name_and_of_long_names_are_kept(tmp_path: Path) -> None:
+def test_figures_with_equal_or_long_names_are_all_kept(tmp_path: Path) -> None:
     drawn = [
         Figure(title=title, described="", key=(), draw=lambda width: (Markup(""), 10))
         for title in ("A b", "a B", "é" * 300)

@@ -1,4 +1,4 @@
-"""Controls: a plan is applied to a model and taken off again without a trace."""
+"""Tests of controls: a plan is applied to a model and removed without a trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENS = torch.arange(8).reshape(2, 4)
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
-    """Return all that a plan must not change, values by identity."""
+    """Return everything that a plan must not change, with values by identity."""
     hooks = {
         name: {key: dict(value) for key, value in vars(module).items() if "hooks" in key and value is not None}
         for name, module in model.named_modules()
@@ -63,7 +63,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @given(gpt_plans)
-def test_a_plan_changes_no_module_name_parameter_buffer_key_or_hook(plan: Plan):
+def test_plan_changes_no_module_name_parameter_buffer_key_or_hook(plan: Plan):
     model = TinyGPT()
     before = traces(model)
     controls.apply(model, plan)
@@ -73,7 +73,7 @@ def test_a_plan_changes_no_module_name_parameter_buffer_key_or_hook(plan: Plan):
 
 
 @given(st.lists(gpt_plans, max_size=4))
-def test_after_removal_every_instance_has_the_attributes_it_had(plans: list[Plan]):
+def test_every_instance_has_its_original_attributes_after_removal(plans: list[Plan]):
     model = TinyGPT()
     before = instance_attributes(model)
     for plan in plans:
@@ -83,7 +83,7 @@ def test_after_removal_every_instance_has_the_attributes_it_had(plans: list[Plan
 
 
 @given(gpt_plans)
-def test_exactly_the_units_whose_choices_differ_from_the_users_own_are_controlled(plan: Plan):
+def test_only_units_with_choices_that_differ_from_the_users_are_controlled(plan: Plan):
     model = TinyGPT()
     controls.apply(model, plan)
     controlled = {name for name, module in model.named_modules() if "forward" in vars(module)}
@@ -96,7 +96,7 @@ def test_exactly_the_units_whose_choices_differ_from_the_users_own_are_controlle
 
 
 @given(gpt_plans)
-def test_applying_a_plan_twice_is_applying_it_once(plan: Plan):
+def test_applying_a_plan_twice_equals_applying_it_once(plan: Plan):
     model = TinyGPT()
     controls.apply(model, plan)
     before = instance_attributes(model)
@@ -105,7 +105,7 @@ def test_applying_a_plan_twice_is_applying_it_once(plan: Plan):
 
 
 @given(gpt_plans, gpt_plans)
-def test_what_a_model_computes_depends_on_the_last_plan_alone(first: Plan, second: Plan):
+def test_output_of_a_model_depends_only_on_the_last_plan(first: Plan, second: Plan):
     torch.manual_seed(0)
     model = TinyGPT()
     other = copy.deepcopy(model)
@@ -115,7 +115,7 @@ def test_what_a_model_computes_depends_on_the_last_plan_alone(first: Plan, secon
     assert differences(gradients(model), gradients(other)) == []
 
 
-def test_a_released_model_computes_what_it_always_did():
+def test_released_model_gives_its_original_output():
     model = TinyGPT()
     expected = gradients(model)
     controls.apply(model, FULL)
@@ -131,7 +131,7 @@ def test_a_released_model_computes_what_it_always_did():
         (Plan(precision={"head": "bf16"}, storage=recomputed("heads")), r"unit 'heads' is not a module"),
     ],
 )
-def test_a_plan_with_an_unknown_unit_changes_nothing(plan, message):
+def test_plan_with_an_unknown_unit_changes_nothing(plan, message):
     model = TinyGPT()
     controls.apply(model, FULL)
     before = instance_attributes(model)
@@ -142,7 +142,7 @@ def test_a_plan_with_an_unknown_unit_changes_nothing(plan, message):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_unit_with_16_bit_parameters_only_inherits(dtype, precision):
+def test_unit_with_16_bit_parameters_only_supports_inherit(dtype, precision):
     model = TinyGPT().to(dtype)
     with pytest.raises(PlanError, match=rf"precision of 'head' is '{precision}' .*16-bit \(allowed: inherit\)"):
         controls.apply(model, Plan(storage=recomputed("blocks.0"), precision={"head": precision}))
@@ -154,7 +154,7 @@ def test_a_unit_with_16_bit_parameters_only_inherits(dtype, precision):
 # ------------------------------------------------------------------------------------------ copies and pickles
 
 
-def test_a_copy_of_a_controlled_model_is_plain_and_its_own():
+def test_copy_of_a_controlled_model_is_plain_and_independent():
     model = TinyGPT()
     plain = gradients(model)
     controls.apply(model, FULL)
@@ -169,7 +169,7 @@ def test_a_copy_of_a_controlled_model_is_plain_and_its_own():
     assert differences(controlled, gradients(model)) == []
 
 
-def test_a_copied_unit_is_plain_too():
+def test_copied_unit_is_plain():
     model = TinyGPT(dropout=0.0)
     x = torch.randn(1, 3, 8)
     expected = model.blocks[0](x)
@@ -181,7 +181,7 @@ def test_a_copied_unit_is_plain_too():
     assert copied.forward.__self__ is copied
 
 
-def test_a_copy_can_be_controlled_and_released_by_itself():
+def test_copy_can_be_controlled_and_released_independently():
     model = TinyGPT()
     expected = gradients(model)
     controls.apply(model, FULL)
@@ -218,7 +218,7 @@ torch.save({name: parameter.grad for name, parameter in model.named_parameters()
 """
 
 
-def test_a_saved_controlled_model_loads_as_a_plain_one_where_this_project_is_not_installed(tmp_path: Path):
+def test_saved_controlled_model_loads_as_a_plain_model_without_this_package(tmp_path: Path):
     model = TinyGPT()
     expected = gradients(model)
     controls.apply(model, FULL)
@@ -234,7 +234,7 @@ def test_a_saved_controlled_model_loads_as_a_plain_one_where_this_project_is_not
     assert differences(expected, torch.load(tmp_path / "gradients.pt", weights_only=True)) == []
 
 
-def test_a_pickled_controlled_model_mentions_no_module_of_this_project():
+def test_pickled_controlled_model_mentions_no_module_of_this_package():
     model = TinyGPT()
     controls.apply(model, FULL)
     buffer = io.BytesIO()
@@ -243,7 +243,7 @@ def test_a_pickled_controlled_model_mentions_no_module_of_this_project():
     assert b"small_models" in buffer.getvalue()
 
 
-def test_the_state_dict_of_a_controlled_model_loads_into_a_plain_one():
+def test_state_dict_of_a_controlled_model_loads_into_a_plain_model():
     model, plain = TinyGPT(), TinyGPT()
     controls.apply(model, FULL)
     plain.load_state_dict(model.state_dict(), strict=True)
@@ -265,7 +265,7 @@ def with_a_forward_of_its_own() -> TinyGPT:
     return model
 
 
-def test_a_forward_that_the_user_put_on_an_instance_is_called_and_put_back():
+def test_forward_set_by_the_user_on_an_instance_is_called_and_restored():
     model = with_a_forward_of_its_own()
     own = vars(model.blocks[1])["forward"]
     expected = gradients(model)
@@ -277,7 +277,7 @@ def test_a_forward_that_the_user_put_on_an_instance_is_called_and_put_back():
     assert differences(expected, gradients(model)) == []
 
 
-def test_a_forward_that_the_user_put_on_an_instance_survives_in_a_copy():
+def test_forward_set_by_the_user_on_an_instance_survives_a_copy():
     model = with_a_forward_of_its_own()
     expected = gradients(copy.deepcopy(model))
     controls.apply(model, Plan(storage=recomputed("blocks.1")))
@@ -287,7 +287,7 @@ def test_a_forward_that_the_user_put_on_an_instance_survives_in_a_copy():
 
 
 class TwoWays(nn.Linear):
-    """Have a second forward, which pickle finds by its name."""
+    """A module with a second forward method, which pickle finds by name."""
 
     def negative(self, x: torch.Tensor) -> torch.Tensor:
         return -self.forward_of_class(x)
@@ -296,7 +296,7 @@ class TwoWays(nn.Linear):
         return nn.Linear.forward(self, x)
 
 
-def test_a_forward_that_the_user_put_on_an_instance_survives_in_a_pickle():
+def test_forward_set_by_the_user_on_an_instance_survives_a_pickle():
     model = nn.Sequential(TwoWays(2, 2))
     model[0].forward = model[0].negative
     x = torch.ones(1, 2)
@@ -311,7 +311,7 @@ def test_a_forward_that_the_user_put_on_an_instance_survives_in_a_pickle():
     assert torch.equal(loaded(x), expected)
 
 
-def test_inherit_leaves_the_users_own_outer_autocast_untouched():
+def test_inherit_keeps_the_users_outer_autocast():
     model = TinyGPT(dropout=0.0)
     seen: list[torch.dtype] = []
     model.blocks[0].mix.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
@@ -326,11 +326,11 @@ def test_inherit_leaves_the_users_own_outer_autocast_untouched():
     result.sum().backward()
     assert torch.equal(expected, result)
     assert expected.dtype is torch.bfloat16
-    # Once in the plain forward, once in the controlled one, once in its recomputation.
+    # It runs in the plain forward pass, in the controlled one and in its recomputation.
     assert seen == [torch.bfloat16] * 3
 
 
-def test_a_unit_in_fp32_computes_in_fp32_within_an_outer_autocast_whatever_it_is_handed():
+def test_fp32_unit_computes_in_fp32_within_an_outer_autocast_for_any_input():
     model = TinyGPT(dropout=0.0)
     seen: list[torch.dtype] = []
     model.blocks[1].mix.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
@@ -340,7 +340,7 @@ def test_a_unit_in_fp32_computes_in_fp32_within_an_outer_autocast_whatever_it_is
     assert seen == [torch.float32]
 
 
-def test_suspended_controls_leave_the_users_own_arrangement_and_come_back():
+def test_suspended_controls_restore_the_users_setup_and_can_be_resumed():
     model = TinyGPT()
     expected = gradients(model)
     controls.apply(model, FULL)
@@ -365,7 +365,7 @@ def test_units_without_parameters_can_be_controlled():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("storage", ["save", "recompute"])
-def test_every_unit_in_16_bit_computes_in_16_bit_and_hands_on_fp32(precision, storage):
+def test_units_in_16_bit_compute_in_16_bit_and_return_fp32(precision, storage):
     model = TinyGPT()
     controls.apply(
         model,
@@ -389,7 +389,7 @@ def test_every_unit_in_16_bit_computes_in_16_bit_and_hands_on_fp32(precision, st
     assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
 
 
-def test_outputs_in_tuples_dicts_and_recurrent_states_are_fp32_at_the_border():
+def test_outputs_in_tuples_dicts_and_recurrent_states_are_returned_in_fp32():
     class Trees(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -410,7 +410,7 @@ def test_outputs_in_tuples_dicts_and_recurrent_states_are_fp32_at_the_border():
     assert output.dtype is hidden.dtype is cell.dtype is torch.float32
 
 
-def test_the_output_of_a_transformers_model_keeps_its_class_and_is_fp32_at_the_border():
+def test_output_of_a_transformers_model_keeps_its_class_and_is_returned_in_fp32():
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
@@ -449,7 +449,7 @@ def test_recomputed_layers_of_a_transformers_model_give_bit_identical_gradients(
     }
     torch.manual_seed(0)
     if kind == "llama":
-        # The cache that generation needs is on by default, in training too.
+        # The cache for generation is on by default, even in training.
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attention_dropout=0.1))
     else:
         model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
@@ -473,20 +473,20 @@ def test_recomputed_layers_of_a_transformers_model_give_bit_identical_gradients(
 # -------------------------------------------------------------------------------------------- counts and order
 
 
-def test_recomputations_are_counted_per_unit_since_it_came_under_control():
+def test_recomputations_are_counted_per_unit_from_the_start_of_control():
     model = TinyGPT()
     controls.apply(model, Plan(storage=recomputed("blocks.0", "blocks.2")))
     for _ in range(3):
         gradients(model)
     assert controls.recomputations(model) == {"blocks.0": 3, "blocks.2": 3}
-    # A counter of the unit's own counts forward passes alone, as it would without a plan.
+    # A counter inside the unit counts only forward passes, as it would without a plan.
     assert [block.num_calls for block in model.blocks] == [3, 3, 3]
     controls.apply(model, Plan(storage=recomputed("blocks.0", "blocks.1")))
     gradients(model)
     assert controls.recomputations(model) == {"blocks.0": 4, "blocks.1": 1}
 
 
-def test_the_forward_order_is_that_of_the_first_calls_with_what_is_never_called_last():
+def test_forward_order_follows_first_calls_and_puts_uncalled_units_last():
     class Backwards(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -506,7 +506,7 @@ def test_the_forward_order_is_that_of_the_first_calls_with_what_is_never_called_
     assert traces(model) == before
 
 
-def test_watching_the_forward_order_leaves_no_hook_even_if_the_model_raises():
+def test_recording_the_forward_order_leaves_no_hook_even_if_the_model_raises():
     model = Perceptron()
     before = traces(model)
 
@@ -518,7 +518,7 @@ def test_watching_the_forward_order_leaves_no_hook_even_if_the_model_raises():
     assert traces(model) == before
 
 
-def test_hooks_of_the_user_fire_as_often_as_without_control():
+def test_user_hooks_fire_as_often_as_without_control():
     model = TinyConvolution()
     calls: list[str] = []
     model.blocks[0].register_forward_hook(lambda *_: calls.append("forward"))

@@ -1,4 +1,4 @@
-"""The convergence model: its laws, and that it finds again what made the data."""
+"""Tests of the convergence model: its laws, and fits that recover the generating model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODEL = Convergence(loss=CURVE, metric=CURVE, noise=NoiseLaw(reference=8.0, refe
 
 
 @given(positive, st.floats(0, 1e6), st.floats(0, 10))
-def test_a_step_is_worth_more_than_nothing_and_at_most_one_step(batch, noise, error):
+def test_step_is_worth_more_than_zero_and_at_most_one_step(batch, noise, error):
     assert 0 < step_efficiency(batch, noise, error) <= 1
 
 
@@ -44,12 +44,12 @@ def test_a_larger_batch_never_makes_a_sample_worth_more(first, second, noise):
     assert step_efficiency(small, noise) / small >= step_efficiency(large, noise) / large * (1 - 1e-12)
 
 
-def test_at_a_batch_of_one_noise_scale_a_step_is_worth_half():
+def test_step_is_worth_half_if_the_batch_equals_the_noise_scale():
     assert step_efficiency(64.0, 64.0) == 0.5
 
 
 @given(positive, positive, positive)
-def test_steps_worth_agree_with_pollux_efficiency(batch, reference, noise):
+def test_value_of_a_step_agrees_with_pollux_efficiency(batch, reference, noise):
     ratio = (step_efficiency(batch, noise) / batch) / (step_efficiency(reference, noise) / reference)
     assert ratio == pytest.approx(efficiency(batch, noise, reference), rel=1e-9)
 
@@ -61,7 +61,7 @@ def test_curves_fall_and_can_be_inverted(first, second):
     assert CURVE.effort_to(CURVE.at(early)) == pytest.approx(early, rel=1e-6, abs=1e-6)
 
 
-def test_what_lies_beyond_the_asymptote_is_never_met():
+def test_target_beyond_the_asymptote_is_never_reached():
     assert CURVE.effort_to(0.9) == math.inf
     assert CURVE.effort_to(6.0) == 0.0
     assert MODEL.steps_to(0.9, 32.0) == math.inf
@@ -73,7 +73,7 @@ def test_a_harder_target_takes_more_steps(first, second, batch):
     assert MODEL.steps_to(hard, batch) >= MODEL.steps_to(easy, batch)
 
 
-def test_steps_are_those_of_a_run_step_by_step():
+def test_number_of_steps_equals_a_step_by_step_simulation():
     effort, steps, batch = 0.0, 0, 16.0
     while CURVE.at(effort) > 2.0:
         effort += step_efficiency(batch, MODEL.noise_scale(CURVE.at(effort)), 0.01)
@@ -108,7 +108,7 @@ def run_of(truth: Convergence, batch: float, steps: int, generator: np.random.Ge
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
-def test_a_fit_finds_the_model_that_made_the_runs(factor):
+def test_fit_recovers_the_model_that_generated_the_runs(factor):
     generator = np.random.default_rng(0)
     truth = Convergence(loss=CURVE, metric=CURVE, noise=MODEL.noise, noise_factor=factor)
     runs = [run_of(truth, batch, steps, generator, 0.01) for batch, steps in ((8.0, 200), (16.0, 150), (64.0, 100))]
@@ -121,12 +121,12 @@ def test_a_fit_finds_the_model_that_made_the_runs(factor):
         assert found.steps_to(2.2, batch) == pytest.approx(truth.steps_to(2.2, batch), rel=0.25)
 
 
-def test_runs_of_one_batch_do_not_tell_how_much_noise_matters():
+def test_runs_with_one_batch_size_do_not_determine_the_noise_factor():
     generator = np.random.default_rng(0)
     assert fit([run_of(MODEL, 16.0, 100, generator, 0.01)]).noise_factor == 1.0
 
 
-def test_without_a_known_noise_scale_every_step_counts_the_same():
+def test_every_step_counts_equally_if_the_noise_scale_is_unknown():
     run = RunRecord(
         batch=8.0, steps=(5, 10, 15), losses=(3.0, 2.0, 1.5), metrics=(3.0, 2.0, 1.5), noise_scales=(None,) * 3
     )
@@ -134,7 +134,7 @@ def test_without_a_known_noise_scale_every_step_counts_the_same():
     assert list(run.efforts(fit_noise([run]), 1.0)) == [5.0, 10.0, 15.0]
 
 
-def test_a_quantity_that_grows_can_be_fitted_too():
+def test_increasing_metric_can_be_fitted():
     efforts = np.arange(1.0, 60.0)
     grown = Curve(asymptote=0.95, drop=-0.8, scale=8.0, exponent=1.0)
     found, error = fit_curve(efforts, grown.along(efforts))
@@ -142,18 +142,18 @@ def test_a_quantity_that_grows_can_be_fitted_too():
     assert found.drop < 0
 
 
-def test_a_constant_can_be_fitted_too():
+def test_constant_metric_can_be_fitted():
     found, error = fit_curve(np.arange(1.0, 6.0), np.full(5, 2.0))
     assert error < 1e-6
     assert found.at(3.0) == pytest.approx(2.0)
 
 
-def test_a_fit_needs_a_run():
+def test_fit_requires_a_run():
     with pytest.raises(ValueError, match="at least three windows"):
         fit([])
 
 
-def test_documents_round_trip_and_wrong_ones_are_named():
+def test_documents_round_trip_and_errors_name_the_invalid_part():
     assert Convergence.from_json(MODEL.to_json()) == MODEL
     with pytest.raises(ProfileError, match="version is 7"):
         Convergence.from_json({**MODEL.to_json(), "version": 7})

@@ -1,4 +1,4 @@
-"""Costs on arrays: the same figures as one plan at a time, to the byte."""
+"""Tests that array costs equal the costs of single plans to the byte."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def some_profiles(seed: int):
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10_000))
-def test_many_plans_cost_what_each_costs_alone(seed: int):
+def test_cost_arrays_equal_the_cost_of_each_plan_to_the_byte(seed: int):
     profiles = some_profiles(seed)
     arrays = CostArrays(profiles, max_units=13)
     generator = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Studies and logs in a real PostgreSQL: nothing told is lost or doubled, and ordinary tools open what is there."""
+"""Tests of studies and logs in a real PostgreSQL: no result is lost or duplicated, and standard tools can read them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def studies(url: str) -> dict[str, list[optuna.trial.FrozenTrial]]:
 
 
 @reachable
-def test_a_study_in_postgresql_proposes_what_one_in_sqlite_does(url: str, tmp_path: Path) -> None:
+def test_study_in_postgresql_proposes_the_same_as_in_sqlite(url: str, tmp_path: Path) -> None:
     def go(place: Path | StudyStore) -> list[object]:
         search = OptunaSearch(SPACE, place, 5, [SPACE.baseline()])
         plans = []
@@ -70,7 +70,7 @@ def test_a_study_in_postgresql_proposes_what_one_in_sqlite_does(url: str, tmp_pa
 
 @pytest.mark.slow
 @reachable
-def test_a_tuning_keeps_its_study_and_its_log_in_postgresql(server: postgres.Server, tmp_path: Path) -> None:
+def test_tuning_keeps_its_study_and_its_log_in_postgresql(server: postgres.Server, tmp_path: Path) -> None:
     url, log = server.url, checked(server.database("mlflow"))
     here = tmp_path / "here"
     here.mkdir()
@@ -92,7 +92,7 @@ def test_a_tuning_keeps_its_study_and_its_log_in_postgresql(server: postgres.Ser
     assert not (folder.path / "optuna.db").exists()
     told = studies(checked(url))[f"{folder.path.name} tune"]
     measured = [trial for trial in folder.lines("trials.jsonl") if not trial["final"]]
-    # A plan that was proposed again was told again, and not measured again.
+    # The result of a repeated proposal is recorded again, but the plan is not measured again.
     plans = [trial.user_attrs["plan"] for trial in told if trial.state.name == "COMPLETE"]
     assert len(plans) >= len(measured) > 5
     assert all(trial["plan"] in plans for trial in measured)
@@ -125,7 +125,7 @@ def test_kill_9_at_random_instants_loses_nothing_in_postgresql(url: str, tmp_pat
 @reachable
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("optuna_dashboard") is None, reason="optuna-dashboard is not installed")
-def test_the_ordinary_dashboard_opens_our_studies(url: str) -> None:
+def test_optuna_dashboard_opens_our_studies(url: str) -> None:
     search = OptunaSearch(SPACE, StudyStore.shared(checked(url), "shown"), 5)
     tell(search, search.ask())
     search.close()
@@ -157,7 +157,7 @@ def test_the_ordinary_dashboard_opens_our_studies(url: str) -> None:
         ("postgresql://me:secret@127.0.0.1:1/x", "postgresql://me@127.0.0.1:1/x does not answer"),
     ],
 )
-def test_a_storage_that_cannot_be_used_is_one_line(
+def test_unusable_storage_is_rejected_in_one_line(
     storage: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "does not answer" in said and importlib.util.find_spec("psycopg") is None:
@@ -171,7 +171,7 @@ def test_a_storage_that_cannot_be_used_is_one_line(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_database_of_mlflow_s_own_is_refused(
+def test_database_that_belongs_to_mlflow_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql+psycopg2://you:secret@host:5432/x")
@@ -180,7 +180,7 @@ def test_a_database_of_mlflow_s_own_is_refused(
     assert "MLflow's database" in capsys.readouterr().err
 
 
-def test_a_password_is_not_written_down() -> None:
+def test_password_is_never_written() -> None:
     assert without_secrets("postgresql://me:se:cr@t@host:5/x") == "postgresql://me@host:5/x"
     assert without_secrets("postgresql://host/x") == "postgresql://host/x"
     with pytest.raises(InputError) as caught:
@@ -188,7 +188,7 @@ def test_a_password_is_not_written_down() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_two_kinds_of_search_in_one_run_have_studies_of_their_own(tmp_path: Path) -> None:
+def test_different_searches_in_one_run_have_separate_studies(tmp_path: Path) -> None:
     for name, told in (("tune", 1), ("prices", 2)):
         search = _StudySearch(SPACE, tmp_path, name, 1)
         for _ in range(told):

@@ -1,4 +1,4 @@
-"""What decides: rules, searches, the network, its file, and PPO on a problem whose answer is known."""
+"""Tests of rules, searches, the network and its file, and of PPO on a problem with a known answer."""
 
 import json
 import os
@@ -77,18 +77,18 @@ def test_every_rule_makes_a_plan_of_the_space(name: str) -> None:
     assert policy.decide(observe(plan, plain_window(plan, 3)), plan) == plan
 
 
-def test_the_rules_are_what_their_names_say() -> None:
+def test_rules_match_their_names() -> None:
     plans = {name: rule.plan(SPACE) for name, rule in RULES.registered.items()}
     assert plans["baseline"] == SPACE.baseline()
     assert set(plans["uniform-bf16"].precision.values()) == {Precision.BF16}
     assert set(plans["recompute-all"].storage.values()) == {Storage.RECOMPUTE}
     assert set(plans["sqrt"].precision.values()) == {Precision.FP32}
     assert plans["paper"].accumulation_steps == PAPER_ACCUMULATION
-    # ceil(sqrt(3)) = 2 of the three recomputable units are kept, the last among them.
+    # Two (ceil(sqrt(3))) of the three recomputable units are kept, including the last.
     assert [name for name, choice in plans["sqrt"].storage.items() if choice is Storage.RECOMPUTE] == ["blocks.1"]
 
 
-def test_the_paper_follows_the_variance_under_adaptive_batching() -> None:
+def test_paper_rule_follows_the_variance_under_adaptive_batching() -> None:
     job = tiny_job.make(batching="adaptive")
     policy = rule_policy("paper", SPACE, job)
     assert isinstance(policy, PaperPolicy)
@@ -109,7 +109,7 @@ def test_the_paper_follows_the_variance_under_adaptive_batching() -> None:
 
 
 @pytest.mark.slow
-def test_optuna_begins_with_the_plans_it_is_given_and_learns_from_the_rest(tmp_path: Path) -> None:
+def test_optuna_begins_with_the_given_plans_and_learns_from_the_rest(tmp_path: Path) -> None:
     first = [SPACE.baseline(), SPACE.leanest()]
     search = OptunaSearch(SPACE, tmp_path, 0, first)
     costs: list[float] = []
@@ -127,7 +127,7 @@ def test_optuna_begins_with_the_plans_it_is_given_and_learns_from_the_rest(tmp_p
 
 
 @pytest.mark.slow
-def test_optuna_told_of_the_budget_as_a_constraint_stays_within_it_more_and_more(tmp_path: Path) -> None:
+def test_optuna_with_a_budget_constraint_stays_within_it_increasingly_often(tmp_path: Path) -> None:
     search = OptunaSearch(SPACE, tmp_path, 0)
     over = []
     for _ in range(200):
@@ -143,11 +143,11 @@ def test_optuna_told_of_the_budget_as_a_constraint_stays_within_it_more_and_more
 
 
 @pytest.mark.slow
-def test_optuna_goes_on_to_what_is_unknown_until_all_of_a_space_is_known(tmp_path: Path) -> None:
+def test_optuna_proposes_unknown_plans_until_the_space_is_exhausted(tmp_path: Path) -> None:
     space = replace(SPACE, units=SPACE.units[:3], accumulation_choices=(1, 2))
     search, known, repeats = OptunaSearch(space, tmp_path, 0), set[Plan](), 0
     size = len(space.accumulation_choices) * 2 ** (len(space.units) + len(space.recomputable))
-    # A campaign ends after as many proposals in a row that it knows.
+    # A campaign ends after this many consecutive known proposals.
     while repeats < 200 and len(known) < size:
         plan = search.ask()
         repeats = repeats + 1 if plan in known else 0
@@ -172,7 +172,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_what_optuna_was_told_survives_a_kill_and_what_ran_then_is_proposed_again(tmp_path: Path) -> None:
+def test_optuna_results_survive_a_kill_and_running_trials_are_proposed_again(tmp_path: Path) -> None:
     code = _ENDLESS.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     told = 0
     for round_number in range(3):
@@ -193,7 +193,7 @@ def test_what_optuna_was_told_survives_a_kill_and_what_ran_then_is_proposed_agai
     assert (tmp_path / STORAGE_FILE).is_file()
 
 
-def test_the_network_is_small_and_fits_models_of_any_depth() -> None:
+def test_network_is_small_and_fits_models_of_any_depth() -> None:
     network = PolicyNetwork()
     assert sum(parameter.numel() for parameter in network.parameters()) <= 100_000
     for count in (1, 4, 200):
@@ -216,7 +216,7 @@ def test_padding_never_changes_a_decision() -> None:
 
 
 @pytest.mark.slow
-def test_ppo_from_nothing_comes_near_the_best_plan_where_random_play_is_far_off() -> None:
+def test_ppo_from_scratch_finds_a_near_optimal_plan_unlike_random_search() -> None:
     env = known_env(budget=300)
     generator = np.random.default_rng(0)
     env.reset(seed=0)
@@ -232,7 +232,7 @@ def test_ppo_from_nothing_comes_near_the_best_plan_where_random_play_is_far_off(
     assert -np.median(random_play) > 1.5 * best
 
 
-def test_ppo_that_starts_at_a_plan_first_plays_near_it_and_repeats_under_a_seed() -> None:
+def test_ppo_with_an_initial_plan_explores_near_it_and_repeats_under_a_seed() -> None:
     start = rule_plan("paper", SPACE)
 
     def first_plays() -> list[list[int]]:
@@ -265,7 +265,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "policy"
 
 
-def test_a_policy_survives_its_round_trip_and_no_pickle_is_written(folder: Path) -> None:
+def test_policy_round_trips_without_writing_a_pickle(folder: Path) -> None:
     loaded = policy_folder.load_policy(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "manifest.json", "policy.safetensors"]
     torch.manual_seed(0)
@@ -343,7 +343,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_damaged_or_hostile_policy_is_one_clear_error(case: str, folder: Path) -> None:
+def test_damaged_or_hostile_policy_gives_one_clear_error(case: str, folder: Path) -> None:
     HOSTILE[case](folder)
     with pytest.raises(PolicyFileError, match=r"manifest\.json|policy\.safetensors|probe") as caught:
         policy_folder.load_policy(folder)
@@ -351,7 +351,7 @@ def test_a_damaged_or_hostile_policy_is_one_clear_error(case: str, folder: Path)
     assert not Path("/tmp/autotune-was-here").exists()
 
 
-def test_random_damage_is_never_loaded_as_other_weights(folder: Path) -> None:
+def test_random_damage_never_loads_as_different_weights(folder: Path) -> None:
     generator = np.random.default_rng(0)
     files = {name: (folder / name).read_bytes() for name in ("manifest.json", "policy.safetensors")}
     original = policy_folder.load_policy(folder).network.state_dict()
@@ -372,7 +372,7 @@ def test_random_damage_is_never_loaded_as_other_weights(folder: Path) -> None:
     assert refused > 200
 
 
-def test_a_policy_folder_is_an_arm(folder: Path) -> None:
+def test_policy_folder_can_be_an_arm(folder: Path) -> None:
     from autotune.campaign.arms import live_arm, needs_profile
 
     profile = draw_job(np.random.default_rng(0), depth=(2, 2)).profile
@@ -382,6 +382,6 @@ def test_a_policy_folder_is_an_arm(folder: Path) -> None:
     assert isinstance(arm.policy(SPACE), LearnedPolicy)
 
 
-def test_a_space_round_trips_through_the_layout() -> None:
+def test_space_round_trips_through_the_layout() -> None:
     assert Layout.of(SPACE).sizes == SPACE.sizes
     assert isinstance(SPACE, PlanSpace)

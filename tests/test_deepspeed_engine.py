@@ -1,4 +1,4 @@
-"""DeepSpeed on two ranks: the updates of one process, whatever the plan; one decision for all; failures as values."""
+"""Tests of DeepSpeed on two ranks: updates equal those of one process, and failures are returned."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_equals_torch(ranks: list[dict[str, Any]], steps: int) -> None:
 
 @pytest.mark.slow
 @installed
-def test_two_ranks_make_the_updates_of_one_process(tmp_path: Path) -> None:
+def test_two_ranks_make_the_same_updates_as_one_process(tmp_path: Path) -> None:
     ranks = run_ranks(tmp_path, "equals_torch,storage_is_exact,troubles", 2, 30)
     assert_equals_torch(ranks, 30)
     assert_storage_is_exact(ranks)
@@ -75,7 +75,7 @@ def test_every_stage_equals_plain_torch_over_200_steps_of_random_plans(stage: in
 @installed
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_every_stage_switches_storage_exactly_and_shares_its_troubles(stage: int, tmp_path: Path) -> None:
+def test_every_stage_switches_storage_exactly_and_shares_failures(stage: int, tmp_path: Path) -> None:
     ranks = run_ranks(tmp_path, "storage_is_exact,troubles,mixed_precision,adaptive_equals_torch", stage, 30)
     for found in (rank["adaptive_equals_torch"] for rank in ranks):
         assert found["failures"] == 0
@@ -98,7 +98,7 @@ def assert_storage_is_exact(ranks: list[dict[str, Any]]) -> None:
 
 def assert_troubles_are_shared(ranks: list[dict[str, Any]]) -> None:
     for found in (rank["troubles"] for rank in ranks):
-        # A loss that is not finite on either rank ends the window on both, and no weight has moved.
+        # A nonfinite loss on either rank ends the window on both, and no weight has changed.
         assert found["failures"] == ["non_finite"] * 2
         assert found["kept"]
         assert found["restored"]
@@ -111,7 +111,7 @@ def assert_troubles_are_shared(ranks: list[dict[str, Any]]) -> None:
 
 @installed
 @pytest.mark.slow
-def test_ranks_with_other_arguments_are_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_ranks_with_different_arguments_are_rejected_before_the_first_step(tmp_path: Path) -> None:
     for found in run_ranks(tmp_path, "other_arguments", 1, 1):
         assert "seed differs between ranks" in found["other_arguments"]["refused"]
 
@@ -130,7 +130,7 @@ def test_ranks_with_other_arguments_are_refused_before_the_first_step(tmp_path: 
         ("nan", Failure.NON_FINITE, ""),
     ],
 )
-def test_what_becomes_of_one_rank_is_a_value_and_the_next_window_goes_on(
+def test_failure_of_one_rank_is_returned_and_the_next_window_runs(
     kind: str, failure: Failure, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(failing_job.FAILURE, kind)
@@ -170,7 +170,7 @@ def test_tune_over_ranks_writes_the_stage_into_the_plan(tmp_path: Path, capsys: 
 @installed
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
-def test_a_profile_of_ranks_tells_what_their_plans_need(stage: int) -> None:
+def test_profile_of_ranks_predicts_the_memory_of_their_plans(stage: int) -> None:
     job = f"{TESTS / 'rank_jobs.py'}:transformer"
     ranks = RankOptions(count=2, zero_stage=stage)
     done: list[float] = []
@@ -185,13 +185,13 @@ def test_a_profile_of_ranks_tells_what_their_plans_need(stage: int) -> None:
     space, draw = found.space, np.random.default_rng(stage)
     plans = [space.baseline(), space.leanest(), *(space.sample(draw) for _ in range(6))]
     peaks = peaks_of(job, ranks, plans)
-    # What a rank needs is the same whatever was trained before.
+    # A rank's memory does not depend on earlier training.
     again = peaks_of(job, ranks, plans[::-1])
-    # Stage 3 gathers weights ahead of their use in the background: whether one more is there at the peak is chance.
+    # Stage 3 prefetches weights in the background, so it is random whether one more is present at the peak.
     rel = 0.03 if stage == 3 else 0.01
     assert [again[plan] for plan in plans] == pytest.approx([peaks[plan] for plan in plans], rel=rel)
     missed = [peak_bytes(found, plan) / peaks[plan] - 1 for plan in plans]
-    # On a busy machine a rank's peak may be seen too high; a k between those profiled is interpolated.
+    # On a busy machine a rank's measured peak may be too high; a k between profiled ones is interpolated.
     assert min(missed) > -rel
     assert max(missed) < 0.12
     assert done == sorted(done)
@@ -209,7 +209,7 @@ def peaks_of(job: str, ranks: RankOptions, plans: Sequence[Plan]) -> dict[Plan, 
 
 @installed
 @pytest.mark.slow
-def test_a_unit_that_ranks_call_differently_is_left_out_on_all_of_them() -> None:
+def test_unit_that_ranks_call_differently_is_left_out_on_all_ranks() -> None:
     job = f"{TESTS / 'rank_jobs.py'}:skipping"
     options = dataclasses.replace(ProfilerOptions.lean(), call_checks=6)
     found = profile_on_ranks(job, RankOptions(count=2), device_name="these", fingerprint="", options=options)
@@ -219,7 +219,7 @@ def test_a_unit_that_ranks_call_differently_is_left_out_on_all_of_them() -> None
 
 @installed
 @pytest.mark.slow
-def test_what_a_rank_has_no_room_for_is_left_out_and_the_profile_goes_on() -> None:
+def test_measurements_that_do_not_fit_on_a_rank_are_left_out_of_the_profile() -> None:
     job = f"{TESTS / 'rank_jobs.py'}:crammed"
     found = profile_on_ranks(
         job, RankOptions(count=2), device_name="these", fingerprint="", options=ProfilerOptions.lean()
@@ -238,7 +238,7 @@ def test_what_a_rank_has_no_room_for_is_left_out_and_the_profile_goes_on() -> No
 
 @installed
 @pytest.mark.slow
-def test_ranks_end_with_whoever_asked() -> None:
+def test_ranks_end_with_the_process_that_started_them() -> None:
     job = f"{TESTS / 'rank_jobs.py'}:transformer"
     asks = (
         "from autotune.profiling.rank_profiler import profile_on_ranks\n"
@@ -271,7 +271,7 @@ def rank_processes() -> set[int]:
 
 @installed
 @pytest.mark.slow
-def test_a_planner_plans_for_ranks_from_their_own_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_plans_for_ranks_from_their_own_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = f"{TESTS / 'rank_jobs.py'}:transformer"
     ranks = ["--engine", "deepspeed", "--ranks", "2", "--zero-stage", "2", "--runs-dir", str(tmp_path), "--json"]
     assert run(["profile", job, "--lean", *ranks]) == 0
@@ -287,7 +287,7 @@ def test_a_planner_plans_for_ranks_from_their_own_profile(tmp_path: Path, capsys
 
 @installed
 @pytest.mark.slow
-def test_a_rank_that_dies_while_it_is_profiled_is_one_line(
+def test_rank_that_dies_during_profiling_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(failing_job.FAILURE, "exception")
@@ -301,7 +301,7 @@ def test_a_rank_that_dies_while_it_is_profiled_is_one_line(
 
 @installed
 @pytest.mark.slow
-def test_a_rank_that_hangs_while_it_is_profiled_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_hangs_during_profiling_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failing_job.FAILURE, "hang")
     monkeypatch.setenv(failing_job.AT, "5")
     with pytest.raises(JobError, match="2 ranks reported nothing for 40 s"):
@@ -313,7 +313,7 @@ def test_a_rank_that_hangs_while_it_is_profiled_is_ended(monkeypatch: pytest.Mon
 # ----------------------------------------------------------------------------------------------------- configurations
 
 
-def test_the_configuration_always_says_what_clips_and_never_accumulates_by_itself() -> None:
+def test_configuration_sets_clipping_and_leaves_accumulation_to_autotune() -> None:
     config = engine_config(sharded_rank.make(), 2, {"wall_clock_breakdown": False, "gradient_clipping": "auto"})
     assert config["gradient_clipping"] == 1.0
     assert engine_config(sharded_rank.make(clip_norm=None), 0)["gradient_clipping"] == 0.0
@@ -337,13 +337,13 @@ def test_the_configuration_always_says_what_clips_and_never_accumulates_by_itsel
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler is set"),
     ],
 )
-def test_a_configuration_that_contradicts_is_refused_by_key_and_value(config: dict[str, Any], named: str) -> None:
+def test_contradicting_configuration_is_rejected_with_key_and_value(config: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match="configuration") as caught:
         engine_config(sharded_rank.make(), 1, config)
     assert named in str(caught.value)
 
 
-def test_what_is_automatic_or_off_is_no_contradiction() -> None:
+def test_automatic_or_disabled_settings_do_not_contradict() -> None:
     user = {
         "train_batch_size": "auto",
         "bf16": {"enabled": "auto"},
@@ -365,7 +365,7 @@ def test_what_is_automatic_or_off_is_no_contradiction() -> None:
         (["--engine", "deepspeed", "--method", "random", "--ds-config", "nowhere.json"], "cannot be read"),
     ],
 )
-def test_wrong_options_are_one_line(
+def test_invalid_options_are_rejected_in_one_line(
     options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["tune", str(TESTS / "tiny_job.py"), "--runs-dir", str(tmp_path / "runs")]
@@ -376,7 +376,7 @@ def test_wrong_options_are_one_line(
     assert not (tmp_path / "runs").exists()
 
 
-def test_ranks_are_counted_from_one() -> None:
+def test_rank_count_starts_at_one() -> None:
     with pytest.raises(InputError, match="whole number"):
         RankOptions(count=0)
     with pytest.raises(InputError, match="ZeRO stage"):
@@ -385,12 +385,12 @@ def test_ranks_are_counted_from_one() -> None:
 
 @installed
 @pytest.mark.slow
-def test_a_batch_smaller_than_the_ranks_is_refused() -> None:
+def test_batch_smaller_than_the_number_of_ranks_is_rejected() -> None:
     with pytest.raises(JobError, match="there are 2 ranks"):
         IsolatedEngine(f"{TESTS / 'sharded_rank.py'}:one_sample", ranks=RankOptions(count=2))
 
 
-# Stops where PyTorch holds the extension's file, until it is killed.
+# Stops while PyTorch holds the extension's lock file, until it is killed.
 _HOLDS = """
 import signal, sys
 from torch.utils import file_baton
@@ -411,7 +411,7 @@ imported("cpu")
 
 @pytest.mark.slow
 @installed
-def test_a_rank_that_is_killed_while_it_loads_the_extension_blocks_no_later_one() -> None:
+def test_rank_killed_while_loading_the_extension_blocks_no_later_rank() -> None:
     with subprocess.Popen([sys.executable, "-c", _HOLDS], stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         left = Path(rank.stdout.readline().strip())

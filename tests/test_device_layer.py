@@ -1,4 +1,4 @@
-"""The device layer on a machine without an accelerator, and that nobody else names a backend."""
+"""Tests of the device layer without an accelerator; no other file may name a backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYER = PACKAGE / "mechanics" / "devices.py"
 
 
 def named_backends(source: str) -> list[str]:
-    """Return what of a file's code, its text apart, names a backend."""
+    """Return the parts of a file's code, without strings, that name a backend."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.removeprefix("is_") in BACKENDS:
@@ -31,16 +31,16 @@ def named_backends(source: str) -> list[str]:
     return found
 
 
-def test_the_search_finds_what_it_is_for() -> None:
+def test_scan_finds_named_backends() -> None:
     source = 'import torch\ntorch.cuda.synchronize()\nif device.type == "xpu:0" or tensor.is_cuda: init("nccl")'
     assert len(named_backends(source)) == 4
 
 
-def test_nobody_but_the_device_layer_names_a_backend() -> None:
+def test_only_the_device_layer_names_a_backend() -> None:
     named = {
         f"{path.relative_to(PACKAGE)}: {found}"
         for path in PACKAGE.rglob("*.py")
-        # The settings that torch has for each backend are named where they are put back.
+        # The per-backend settings of torch are named in the file that restores them.
         if path not in (LAYER, LAYER.with_name("ambient.py"))
         for found in named_backends(path.read_text(encoding="utf-8"))
     }
@@ -62,24 +62,24 @@ def test_nobody_but_the_device_layer_names_a_backend() -> None:
         "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory",
     ],
 )
-def test_every_backends_way_to_say_that_memory_ran_out_is_known(said: str) -> None:
+def test_out_of_memory_error_of_every_backend_is_recognized(said: str) -> None:
     assert devices.is_out_of_memory(RuntimeError(said))
     assert not devices.is_out_of_memory(ValueError(said))
 
 
 @pytest.mark.parametrize("said", ["shape mismatch", "device-side assert triggered", "invalid device ordinal"])
-def test_other_errors_are_not_taken_for_it(said: str) -> None:
+def test_other_errors_are_not_mistaken_for_out_of_memory(said: str) -> None:
     assert not devices.is_out_of_memory(RuntimeError(said))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", "xpu", "privateuseone", "", "cpu:x", "a b"])
-def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+def test_absent_device_is_rejected(device: str) -> None:
     with pytest.raises(InputError, match=r"device .*\(allowed: cpu\)"):
         devices.resolved(device)
 
 
-def test_a_processor_needs_nothing_of_the_layer() -> None:
+def test_cpu_needs_nothing_from_the_device_layer() -> None:
     cpu = devices.resolved("cpu")
     assert not devices.is_accelerator(cpu)
     assert devices.allocated(cpu) is None
@@ -92,7 +92,7 @@ def test_a_processor_needs_nothing_of_the_layer() -> None:
     assert devices.seconds_between(stamps, cpu) == [stamp - stamps[0] for stamp in stamps]
 
 
-def test_how_fp32_is_computed_follows_torchs_switches() -> None:
+def test_fp32_arithmetic_follows_torch_switches() -> None:
     def shown(device: str) -> str:
         return devices.arithmetic_shown(devices.fp32_arithmetic(device))
 

@@ -1,4 +1,4 @@
-"""Budgets that dip: told or not, static plans and planners run on, and what runs out of memory pays for it."""
+"""Tests of budgets that dip, announced or not, with static plans and planners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotune.errors import InputError
 from autotune.records.protocol import Arm, Dips, Protocol, RunRecord
 
 
-def test_dips_come_every_so_many_windows_and_last_for_one() -> None:
+def test_dips_recur_at_a_fixed_interval_and_last_one_window() -> None:
     dips = Dips.parse("3:60%")
     assert (dips.every, dips.share, dips.told) == (3, 0.6, False)
     assert [dips.budget(window, 1000) for window in range(7)] == [1000, 1000, 600, 1000, 1000, 600, 1000]
@@ -22,7 +22,7 @@ def test_dips_come_every_so_many_windows_and_last_for_one() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "3", "3:", "x:50%", "1:50%", "3:100%", "3:20GiB", "3:50%:untold", "3:50%:told:x"])
-def test_what_is_no_dip_is_refused_in_one_line(text: str) -> None:
+def test_invalid_dip_is_rejected_in_one_line(text: str) -> None:
     with pytest.raises(InputError, match="--dips") as caught:
         Dips.parse(text)
     assert "\n" not in str(caught.value)
@@ -54,7 +54,7 @@ def run(peaks: tuple[int, int], dips: Dips | None, policy, **changes: object) ->
     return RunRecord.from_json(_run_arm(job, Arm(name="one", policy=policy), 1, protocol, None))
 
 
-def test_a_plan_that_is_too_large_for_a_dip_runs_out_of_memory_there_and_goes_on(peaks) -> None:
+def test_plan_too_large_for_a_dip_fails_there_and_continues(peaks) -> None:
     share = (peaks[1] * 1.02) / (peaks[0] * 1.05)
     dips = Dips(every=4, share=share)
     fat = run(peaks, dips, lambda space: StaticPolicy("fat", space.baseline()))
@@ -67,14 +67,14 @@ def test_a_plan_that_is_too_large_for_a_dip_runs_out_of_memory_there_and_goes_on
     assert (calm.out_of_memory, calm.failure) == (0, None)
 
 
-def test_a_dip_in_which_nothing_fits_ends_the_run_with_a_reason(peaks) -> None:
+def test_run_ends_with_a_reason_if_no_plan_fits_a_dip(peaks) -> None:
     hopeless = Dips(every=2, share=0.01)
     record = run(peaks, hopeless, lambda space: StaticPolicy("fat", space.baseline()))
     assert record.failure == "crashed"
 
 
 class Watcher:
-    """Keep the plan and note what is announced."""
+    """A policy that keeps the plan and records announced dips."""
 
     name = "watcher"
 
@@ -94,7 +94,7 @@ class Watcher:
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_policies_are_told_of_dips_or_not_and_see_what_failed(peaks, told: bool) -> None:
+def test_policies_see_announced_dips_and_failures(peaks, told: bool) -> None:
     share = (peaks[1] * 1.02) / (peaks[0] * 1.05)
     kept: list[Watcher] = []
 
@@ -104,13 +104,13 @@ def test_policies_are_told_of_dips_or_not_and_see_what_failed(peaks, told: bool)
 
     run(peaks, Dips(every=4, share=share, told=told), make)
     announced, (full, low) = kept[0].seen, (int(peaks[0] * 1.05), int(int(peaks[0] * 1.05) * share))
-    # After the first window the next ones are the second, third, and the dip.
+    # After the first window come the second, the third and the dip.
     assert announced[0][:3] == ((full, full, low) if told else announced[0][:3])
     assert {size for ahead in announced for size in ahead} == ({full, low} if told else {full})
     assert [str(failure) for failure in kept[0].failures if failure is not None] == ["over_budget", "over_budget"]
 
 
-def test_a_comparison_says_how_its_budget_dips(peaks) -> None:
+def test_comparison_describes_its_dips(peaks) -> None:
     job = tiny_job.make(evaluate_every=2, max_steps=8, target=0.0)
     arms = [Arm(name=name, policy=lambda space: StaticPolicy("b", space.baseline())) for name in ("baseline", "again")]
     protocol = Protocol(

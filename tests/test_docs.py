@@ -1,4 +1,4 @@
-"""The pages in docs/ hold: their code runs, and the files that they name exist."""
+"""Tests of the pages in docs/: their code runs, and the files that they name exist."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_page_on_extending_adds_a_search_a_rule_and_a_policy(
+def test_extending_page_adds_a_working_search_rule_and_policy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arms = ["every-second", "fewest", "lean-under-pressure"]
@@ -49,7 +49,7 @@ def test_the_page_on_extending_adds_a_search_a_rule_and_a_policy(
     assert found["fewest"]["tuning_steps"] > 0
 
 
-def test_every_file_that_the_pages_name_exists() -> None:
+def test_files_named_in_the_pages_exist() -> None:
     named = [
         name
         for page in (ROOT / "docs").glob("*.md")

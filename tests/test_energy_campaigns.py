@@ -1,4 +1,4 @@
-"""Energy in campaigns: it decides where it has a weight, each run of a comparison has its joules and its grams."""
+"""Tests of energy in campaigns: weights affect the decision, and each compared run records joules and grams."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _no_counters(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 
 def joules(plan: Plan) -> float:
-    """A machine on which 16 bits are fast and hungry: what is best in time is worst in energy."""
+    """Energy of a machine on which 16 bits are fast but inefficient: the fastest plan uses the most energy."""
     return 10.0 + 5.0 * sum(plan.precision_of(unit.name).is_reduced for unit in SPACE.units)
 
 
 class HungryEngine(KnownEngine):
-    """Answer by the formulas of time and memory, and by one of energy."""
+    """An engine that computes windows by formulas of time, memory and energy."""
 
     def run(self, steps: int) -> Measurement:
         window = known_answer(self.plan, steps, self.memory_budget_bytes)
@@ -51,7 +51,7 @@ def tuned(objective: Objective, folder: Path) -> plan_search.TuningResult:
     return plan_search.tune(tiny_job.job(), "random", engine, references, settings, run=run)
 
 
-def test_the_weight_of_energy_decides_between_a_fast_and_a_frugal_plan(tmp_path: Path) -> None:
+def test_weight_of_energy_decides_between_a_fast_and_an_efficient_plan(tmp_path: Path) -> None:
     fast = tuned(Objective(), tmp_path / "fast")
     frugal = tuned(Objective(weights=Weights(time=0.0, energy=1.0)), tmp_path / "frugal")
     count = [list(found.plan.precision.values()).count(Precision.FP32) for found in (fast, frugal)]
@@ -61,7 +61,7 @@ def test_the_weight_of_energy_decides_between_a_fast_and_a_frugal_plan(tmp_path:
     assert frugal.measurement.energy_source == "measured:rapl"
 
 
-def test_the_real_job_is_tuned_by_an_estimate_from_watts(tmp_path: Path) -> None:
+def test_real_job_is_tuned_by_energy_estimated_from_watts(tmp_path: Path) -> None:
     found = autotune.tune(tiny_job.job(), "random", steps=60, weights="0.5,0,0.5", watts=40.0, runs_dir=tmp_path)
     measured = found["measured"]
     assert measured["energy_source"] == "estimated:tdp"
@@ -71,7 +71,7 @@ def test_the_real_job_is_tuned_by_an_estimate_from_watts(tmp_path: Path) -> None
     assert RunDirectory.open(Path(found["run"])).read("config.json")["asked"]["weights"] == "0.5,0,0.5"
 
 
-def test_a_weight_without_a_reading_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_energy_weight_without_a_reading_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="energy has a weight but cannot be read on this machine"):
         autotune.tune(tiny_job.job(), "random", steps=60, weights="1,0,1", runs_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -85,7 +85,7 @@ def hourly(folder: Path, begin: datetime, hours: int) -> str:
 
 
 @pytest.mark.parametrize("as_file", [False, True])
-def test_each_compared_run_has_its_joules_and_its_grams(as_file: bool, tmp_path: Path) -> None:
+def test_each_compared_run_records_energy_and_carbon(as_file: bool, tmp_path: Path) -> None:
     intensity = hourly(tmp_path, datetime.now(UTC) - timedelta(hours=1), 5) if as_file else "250"
     found = autotune.compare(
         tiny_job.make(max_steps=20),
@@ -98,7 +98,7 @@ def test_each_compared_run_has_its_joules_and_its_grams(as_file: bool, tmp_path:
     for arm in found["arms"]:
         for run in arm["runs"]:
             assert run["energy_source"] == "estimated:tdp"
-            # At least the time to the last evaluation, at most what passed.
+            # At least the time to the last evaluation, at most the elapsed time.
             assert 40.0 * 0.9 * run["curve"][-1][0] < run["energy_j"] <= 40.0 * (run["ran_s"][1] - run["ran_s"][0])
             assert run["grams"] == pytest.approx(run["energy_j"] / JOULES_PER_KWH * 250)
             own = {key: value for key, value in run.items() if key != "grams"}
@@ -108,7 +108,7 @@ def test_each_compared_run_has_its_joules_and_its_grams(as_file: bool, tmp_path:
     assert all("gCO2 (estimated:tdp)" in line for line in lines)
 
 
-def test_without_a_reading_a_comparison_says_absent_and_adds_no_grams(tmp_path: Path) -> None:
+def test_comparison_without_a_reading_reports_absent_energy_and_no_carbon(tmp_path: Path) -> None:
     found = autotune.compare(
         tiny_job.make(max_steps=10), ["uniform-bf16"], seeds=2, carbon_intensity="250", runs_dir=tmp_path
     )
@@ -117,7 +117,7 @@ def test_without_a_reading_a_comparison_says_absent_and_adds_no_grams(tmp_path: 
     assert energy_lines(found) == []
 
 
-def test_a_series_of_another_time_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_carbon_series_of_another_period_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     path = hourly(tmp_path, datetime(2025, 3, 1, tzinfo=UTC), 4)
     with pytest.raises(InputError, match=r"--carbon-intensity: the series does not cover .* 2025-03-01T04:00:00"):
         autotune.compare(tiny_job.job(), ["sqrt"], seeds=2, carbon_intensity=path, runs_dir=tmp_path / "runs")

@@ -1,4 +1,4 @@
-"""Energy: counters are read as the kernel writes them, each figure says where it is from, and nothing is guessed."""
+"""Tests of the energy meter: kernel counters are read correctly, and every value names its source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANGE_UJ = 262_143_328_850  # a real package's
 
 
 def put(path: Path, text: object) -> None:
-    # As the kernel does it, a reader sees one value or the other.
+    # As with the kernel, a reader sees the old value or the new one.
     path.with_suffix(".new").write_text(f"{text}\n")
     path.with_suffix(".new").rename(path)
 
@@ -41,11 +41,11 @@ def zone(path: Path, name: str, energy_uj: int, range_uj: int = RANGE_UJ) -> Pat
 
 
 def powercap(root: Path, *, range_uj: int = RANGE_UJ) -> tuple[Path, Path]:
-    """Lay out what a server shows: a package with cores and memory, and the whole platform's counter."""
+    """Create the counters of a server: a package with cores and memory, and the whole platform."""
     package = zone(root / "intel-rapl:0", "package-0", 1000, range_uj)
     zone(package / "intel-rapl:0:0", "core", 10)
     memory = zone(package / "intel-rapl:0:1", "dram", 500, range_uj)
-    # The kernel's folder shows parts beside their packages as well.
+    # The kernel's folder lists subdomains next to their packages as well.
     (root / "intel-rapl:0:0").symlink_to(package / "intel-rapl:0:0")
     (root / "intel-rapl:0:1").symlink_to(memory)
     zone(root / "intel-rapl:1", "psys", 77)
@@ -54,7 +54,7 @@ def powercap(root: Path, *, range_uj: int = RANGE_UJ) -> tuple[Path, Path]:
     return package, memory
 
 
-def test_packages_and_memory_are_added_and_nothing_is_counted_twice(tmp_path: Path) -> None:
+def test_package_and_memory_counters_are_added_without_double_counting(tmp_path: Path) -> None:
     package, memory = powercap(tmp_path)
     meter = RaplMeter(tmp_path)
     assert meter.read() == 0.0
@@ -68,7 +68,7 @@ def test_packages_and_memory_are_added_and_nothing_is_counted_twice(tmp_path: Pa
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 999), st.integers(0, 999)), max_size=40))
-def test_counters_that_begin_anew_lose_nothing(
+def test_counter_overflow_loses_no_energy(
     steps: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.mktemp("powercap")
@@ -97,16 +97,16 @@ def test_zeus_reads_the_same_counters(tmp_path: Path) -> None:
     assert theirs.rapl_file.name == (package / "name").read_text().strip()
 
 
-def test_what_cannot_be_read_is_absent_and_estimated_only_from_watts_that_were_given(
+def test_unreadable_energy_is_absent_and_estimated_only_from_given_watts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(energy_meter, "POWERCAP", tmp_path)
     assert isinstance(find_meter(CPU), NoMeter)
     assert isinstance(find_meter(CPU, 65.0), TdpMeter)
     package, _ = powercap(tmp_path)
-    # What is measured is better than an estimate.
+    # A measurement is preferred to an estimate.
     assert find_meter(CPU, 65.0).source == "measured:rapl"
-    # A folder where a file should be fails as a file does that root alone may read.
+    # A folder in place of a file fails like a file that only root may read.
     (package / "energy_uj").unlink()
     (package / "energy_uj").mkdir()
     assert find_meter(CPU).source == "absent"
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_absent_and_estimated_only_from_watts_that_were_g
 
 
 @pytest.mark.parametrize("watts", [0.0, -5.0, float("nan"), float("inf")])
-def test_watts_that_are_none_are_refused(watts: float) -> None:
+def test_invalid_watts_are_rejected(watts: float) -> None:
     with pytest.raises(InputError, match=r"--watts: is .*allowed: a number above 0"):
         find_meter(CPU, watts)
 
@@ -127,7 +127,7 @@ def test_zeus_without_a_gpu_leaves_energy_absent() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_zeus_reads_what_a_gpu_uses() -> None:
+def test_zeus_reads_the_energy_of_a_gpu() -> None:
     pytest.importorskip("zeus")
     meter = find_meter(torch.device("cuda", 0))
     assert meter.source == "measured:nvml"
@@ -140,7 +140,9 @@ def test_zeus_reads_what_a_gpu_uses() -> None:
     assert joules > 0
 
 
-def test_an_estimate_is_power_times_the_time_of_real_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_estimated_energy_is_power_times_the_time_of_real_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(energy_meter, "POWERCAP", tmp_path)
     engine = TorchEngine(tiny_job.make(), options=EngineOptions(watts=50.0))
     began = time.perf_counter()
@@ -151,13 +153,13 @@ def test_an_estimate_is_power_times_the_time_of_real_steps(monkeypatch: pytest.M
     assert window.energy_j is not None
     assert window.total_energy_j is not None
     assert 0 < window.energy_j <= window.total_energy_j
-    # The steps lie inside the window, and the window inside the call.
+    # The steps run within the window, and the window within the call.
     assert 50.0 * sum(window.step_s) <= window.total_energy_j <= 50.0 * passed
     assert window.sample_j == pytest.approx(window.energy_j / (8 * len(window.step_s)))
     assert Measurement.from_json(window.to_json()) == window
 
 
-def test_without_a_reading_a_window_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_window_without_a_reading_reports_absent_energy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(energy_meter, "POWERCAP", tmp_path)
     engine = TorchEngine(tiny_job.make())
     window = engine.run(4)
@@ -166,7 +168,7 @@ def test_without_a_reading_a_window_says_so(monkeypatch: pytest.MonkeyPatch, tmp
     assert found == (None, None, "absent", None)
 
 
-def test_training_is_measured_by_counters_that_move_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_energy_is_measured_from_changing_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package, _ = powercap(tmp_path, range_uj=40_000)
     monkeypatch.setattr(energy_meter, "POWERCAP", tmp_path)
     engine = TorchEngine(tiny_job.make())
@@ -194,7 +196,7 @@ def test_training_is_measured_by_counters_that_move_meanwhile(tmp_path: Path, mo
         assert window.total_energy_j is not None
         assert 0 <= window.energy_j <= window.total_energy_j
     assert sum(window.energy_j or 0.0 for window in windows) > 0
-    # It began anew more than once, and the windows took no more than was drawn.
+    # The counter wrapped more than once, and the windows used no more than the total.
     assert sum(window.total_energy_j or 0.0 for window in windows) <= moved[0] / 1e6
     merged = merge_windows(windows)
     assert merged.energy_j == sum(window.energy_j or 0.0 for window in windows)
@@ -227,7 +229,7 @@ def window(seconds: float, joules: float | None, steps: int) -> Measurement:
     )
 
 
-def test_energy_enters_the_objective_per_sample_whatever_a_window_s_length() -> None:
+def test_objective_uses_energy_per_sample_regardless_of_window_length() -> None:
     objective = Objective(weights=Weights(time=1.0, energy=0.5))
     seen = observation(window(0.5, 30.0, 2), window(1.0, 40.0, 5))
     assert objective.cost(seen) == pytest.approx(0.5 + 0.5 * 0.75)

@@ -37,7 +37,7 @@ def simulated_engine() -> SimulatedEngine:
 
 
 class EngineContract:
-    """What every engine promises.
+    """Contract that every engine fulfils.
 
     Attributes:
         has_state: whether the engine has one training state, which can be saved and evaluated.
@@ -62,12 +62,12 @@ class EngineContract:
     def engine_to_close(self) -> Any:
         return self.make()
 
-    def test_begins_under_baseline_without_budget(self, engine: Any) -> None:
+    def test_engine_begins_with_the_baseline_and_no_budget(self, engine: Any) -> None:
         assert isinstance(engine, Engine)
         assert engine.plan == engine.space.baseline()
         assert engine.memory_budget_bytes is None
 
-    def test_plan_outside_space_is_refused_and_the_previous_one_stays(self, engine: Any) -> None:
+    def test_plan_outside_the_space_is_rejected_and_the_previous_one_stays(self, engine: Any) -> None:
         engine.apply(engine.space.leanest())
         for wrong in (
             engine.plan.changed(accumulation_steps=3),
@@ -82,7 +82,7 @@ class EngineContract:
         assert list(engine.plan.precision) == [unit.name for unit in engine.space.units]
         assert list(engine.plan.storage) == list(engine.space.recomputable)
 
-    def test_window_counts_what_it_consumed(self, engine: Any) -> None:
+    def test_window_reports_the_steps_and_samples_it_consumed(self, engine: Any) -> None:
         for plan in (engine.space.baseline(), engine.space.leanest()):
             engine.apply(plan)
             window = engine.run(4)
@@ -122,7 +122,7 @@ class EngineContract:
         assert engine.evaluate() == metric
         assert engine.plan == engine.space.leanest()
 
-    def test_training_after_restore_goes_on_as_it_would_have(self, engine: Any) -> None:
+    def test_training_after_restore_continues_as_before(self, engine: Any) -> None:
         if not (self.has_state and self.trains):
             pytest.skip("its windows do not train one state")
         engine.run(2)
@@ -142,7 +142,7 @@ class EngineContract:
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[dict[type, Engine]]:
-    """Return the engines that several tests share."""
+    """Return the engines shared by several tests."""
     engines: dict[type, Engine] = {}
     yield engines
     for engine in engines.values():

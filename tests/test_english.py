@@ -1,4 +1,4 @@
-"""Docstrings say what something is or does, in plain English."""
+"""Tests that docstrings say what something is or does."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for folder in ("autotune", "tests") for path in (ROOT / folder).rglob("*.py"))
-# A class is something: it does not hold, be or say it.
+# A docstring that begins with one of these describes a class as an order.
 CODED = ("Hold", "Be", "Say")
 
 
-def test_no_docstring_begins_with_an_order_to_be_something() -> None:
+def test_no_docstring_begins_with_hold_be_or_say() -> None:
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     found = [
         f"{path.relative_to(ROOT)}: {text:.60}"

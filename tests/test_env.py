@@ -1,4 +1,4 @@
-"""The environment's contract: both checkers, seeded rollouts, and spaces that nothing can leave."""
+"""Tests of the environment: both checkers, seeded rollouts and spaces."""
 
 import warnings
 
@@ -61,12 +61,12 @@ def test_both_checkers_pass_with_warnings_as_errors() -> None:
         check_sb3(env)
 
 
-def test_environments_are_registered_by_the_names_of_the_jobs() -> None:
+def test_environments_are_registered_under_job_names() -> None:
     for name in ("Tuning", "charlm", "charlm_ragged", "digits"):
         assert gymnasium.spec(f"autotune/{name}-v0").nondeterministic
 
 
-def test_gymnasium_makes_an_environment_that_trains_the_real_job() -> None:
+def test_gymnasium_make_returns_an_environment_of_the_real_job() -> None:
     env = gymnasium.make("autotune/Tuning-v0", job="digits", window_steps=3, max_windows=2, evaluate=False)
     observation, info = env.reset(seed=0)
     assert env.observation_space.contains(observation)
@@ -96,7 +96,7 @@ def test_seeded_rollouts_repeat_exactly_apart_from_measured_times() -> None:
     assert rollout() == rollout()
 
 
-def test_an_episode_ends_at_the_target_or_with_its_windows() -> None:
+def test_episode_ends_at_the_target_or_after_its_windows() -> None:
     env = tiny_env(job=tiny_job.already_met())
     env.reset(seed=0)
     _, _, terminated, truncated, info = env.step(np.array(env.plan_space.encode(env.plan_space.baseline())))
@@ -109,7 +109,7 @@ def test_an_episode_ends_at_the_target_or_with_its_windows() -> None:
     assert (terminated, truncated) == (False, True)
 
 
-def test_a_run_that_only_crashes_is_unrecoverable() -> None:
+def test_run_with_only_crashes_is_unrecoverable() -> None:
     def answer(plan: Plan, steps: int) -> Measurement:
         if plan == SPACE.baseline():
             return plain_window(plan, steps)
@@ -136,7 +136,7 @@ def test_fuzzed_actions_and_extreme_windows_never_leave_the_spaces() -> None:
         return 1.0 if np.isnan(value) else value
 
     def answer(plan: Plan, steps: int) -> Measurement:
-        # Only the reference is run under no budget, and it must not fail.
+        # Only the reference runs without a budget, and it must not fail.
         fails = env._engine.memory_budget_bytes is not None and generator.random() < 0.3
         failure = generator.choice(list(Failure)) if fails else None
         injected["failures"] += failure is not None
@@ -178,7 +178,7 @@ def test_fuzzed_actions_and_extreme_windows_never_leave_the_spaces() -> None:
     assert min(injected.values()) > 1000
 
 
-def test_rows_are_padded_and_too_few_rows_are_refused() -> None:
+def test_rows_are_padded_and_too_few_rows_are_rejected() -> None:
     env = replay_env(plain_window, max_units=9, evaluate=False)
     observation, _ = env.reset(seed=0)
     rows = observation["units"].reshape(9, len(UNIT_FEATURES))
@@ -188,7 +188,7 @@ def test_rows_are_padded_and_too_few_rows_are_refused() -> None:
         replay_env(plain_window, max_units=2)
 
 
-def test_over_the_budget_costs_more_than_any_fitting_plan_and_more_the_further() -> None:
+def test_plan_over_the_budget_costs_more_than_any_fitting_plan_and_more_with_distance() -> None:
     env = replay_env(plain_window, memory_budget_bytes=500, evaluate=False)
     env.reset(seed=0)
     rewards = {}
@@ -199,7 +199,7 @@ def test_over_the_budget_costs_more_than_any_fitting_plan_and_more_the_further()
     assert rewards[1] < -FAILURE_COST
 
 
-def test_an_unmeasured_energy_cannot_be_weighed() -> None:
+def test_unmeasured_energy_cannot_be_weighted() -> None:
     env = replay_env(plain_window, objective=Objective(weights=Weights(energy=0.1)))
     with pytest.raises(InputError, match="cannot be read"):
         env.reset(seed=0)
@@ -215,12 +215,12 @@ def test_an_unmeasured_energy_cannot_be_weighed() -> None:
         ({"job": "nowhere"}, "charlm"),
     ],
 )
-def test_wrong_arguments_are_refused_in_one_line(arguments: dict, message: str) -> None:
+def test_invalid_arguments_are_rejected_in_one_line(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         tiny_env(**arguments)
 
 
-def test_actions_outside_the_space_and_steps_before_reset_are_refused() -> None:
+def test_actions_outside_the_space_and_steps_before_reset_are_rejected() -> None:
     env = replay_env(plain_window)
     with pytest.raises(InputError, match="before reset"):
         env.step(np.zeros(len(SPACE.sizes), dtype=np.int64))

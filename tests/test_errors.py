@@ -1,3 +1,5 @@
+"""Tests of error messages: one line of plain text that hides passwords."""
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from autotune.report.rendering import element
 
 
 @given(st.text(), st.text(), st.text())
-def test_an_error_is_one_line_that_a_terminal_only_shows(problem: str, where: str, allowed: str) -> None:
+def test_error_is_one_line_of_plain_text(problem: str, where: str, allowed: str) -> None:
     assert str(InputError(problem, where=where, allowed=allowed)).isprintable()
 
 
@@ -22,16 +24,16 @@ def test_an_error_is_one_line_that_a_terminal_only_shows(problem: str, where: st
         ("größe 😀", "größe 😀"),
     ],
 )
-def test_what_a_terminal_would_act_on_is_shown_as_an_escape(text: str, shown: str) -> None:
+def test_terminal_control_characters_are_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
     assert printable(shown) == shown
 
 
-def test_text_of_several_lines_keeps_them() -> None:
+def test_multiline_text_keeps_its_lines() -> None:
     assert escaped("a\nb\x1bc") == "a\nb\\x1bc"
 
 
-def test_a_very_long_line_loses_its_middle() -> None:
+def test_very_long_line_is_shortened_in_the_middle() -> None:
     line = printable("begins " + "x" * 100_000 + " ends")
     assert len(line) < 5000
     assert line.startswith("begins ")
@@ -54,7 +56,7 @@ def test_a_very_long_line_loses_its_middle() -> None:
     ),
     word=st.text(st.characters(codec="ascii", exclude_categories=["C", "Z"], exclude_characters="&;,)"), min_size=6),
 )
-def test_a_password_in_a_url_is_not_shown(scheme: str, user: str, form: str, word: str) -> None:
+def test_password_in_a_url_is_hidden(scheme: str, user: str, form: str, word: str) -> None:
     assume(word not in form.format(scheme=scheme, user=user, word=""))
     assert word not in printable(form.format(scheme=scheme, user=user, word=word))
 
@@ -62,9 +64,9 @@ def test_a_password_in_a_url_is_not_shown(scheme: str, user: str, form: str, wor
 @pytest.mark.parametrize(
     "text", ["http://127.0.0.1:8000/a", "ray://127.0.0.1:1 and me@host", "postgresql://user@h:1/d"]
 )
-def test_a_url_without_a_password_is_shown_whole(text: str) -> None:
+def test_url_without_a_password_is_shown_in_full(text: str) -> None:
     assert printable(text) == text
 
 
-def test_a_page_shows_what_a_terminal_would_act_on():
+def test_page_shows_control_characters_as_escapes():
     assert element("title", "a\x1b[31m<b>", lang='\x1b"') == '<title lang="\\x1b&#34;">a\\x1b[31m&lt;b&gt;</title>'

@@ -1,4 +1,4 @@
-"""Planning for a device that is not there: fake tensors need what real ones need."""
+"""Tests of planning for an absent device: fake tensors need the memory that real ones need."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autotune.profiling.estimator import estimate
 from autotune.profiling.profiler import ProfilerOptions, profile
 
 A100 = find_device("a100")
-# The same rates, and memory as a CPU has it: blocks of any size, no workspaces.
+# The same rates with CPU memory: blocks of any size and no workspaces.
 ON_CPU = replace(A100, block_bytes=1, workspace_bytes=0, context_bytes=0, tf32=None)
 QUICK = ProfilerOptions(seconds=1.0, max_rounds=2, calibration_plans=2)
 
@@ -67,7 +67,7 @@ class OnlyConvolutions(nn.Module):
 # Large enough that the state of the CPU's generator, which recomputed units keep outside a GPU's memory, is small.
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [large_gpt, large_convolution])
-def test_estimated_peaks_are_those_that_a_real_step_shows(make) -> None:
+def test_estimated_peaks_match_real_steps(make) -> None:
     job = without_foreach(make())
     measured, estimated = profile(job, device_name="here", options=QUICK), estimate(job, ON_CPU)
     assert estimated.estimated
@@ -78,11 +78,11 @@ def test_estimated_peaks_are_those_that_a_real_step_shows(make) -> None:
     for _ in range(10):
         plan = measured.space.sample(generator)
         ratios.append(peak_bytes(estimated, plan) / peak_bytes(measured, plan))
-    # Kernels' own workspace is not seen.
+    # The workspace inside kernels is not counted.
     assert 0.85 < min(ratios) <= max(ratios) < 1.1
 
 
-def test_nothing_is_allocated_and_the_generators_stay() -> None:
+def test_estimate_allocates_nothing_and_leaves_the_generators_alone() -> None:
     made: list[torch.Tensor] = []
 
     def model() -> nn.Module:
@@ -109,7 +109,7 @@ def test_nothing_is_allocated_and_the_generators_stay() -> None:
     assert peak_bytes(found, found.space.baseline()) > 16e12
 
 
-def test_time_falls_with_precision_and_rises_with_recomputation() -> None:
+def test_estimated_time_falls_with_lower_precision_and_rises_with_recomputation() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -143,20 +143,20 @@ def test_time_falls_with_precision_and_rises_with_recomputation() -> None:
     assert seconds["fp32"] == pytest.approx(products / (19.5e12 * 0.6), rel=0.1)
 
 
-def test_a_step_that_depends_on_values_is_named() -> None:
+def test_step_that_depends_on_tensor_values_is_named() -> None:
     job = gpt_job(loss=lambda model, batch: model(batch[:, :-1]).mean() * (2.0 if batch.sum().item() > 0 else 1.0))
     with pytest.raises(JobError, match="depends on values"):
         estimate(job, A100)
 
 
-def test_an_estimate_can_be_planned_with() -> None:
+def test_estimate_can_be_used_for_planning() -> None:
     found = estimate(tiny_job.make(), A100)
     above = peak_bytes(found, found.space.baseline()) - A100.workspace_bytes
     budget = A100.workspace_bytes + int(above * 0.8)
     assert solve(found, budget).peak_bytes <= budget
 
 
-def test_every_block_is_rounded_up_as_the_allocator_does() -> None:
+def test_blocks_are_rounded_up_like_the_allocator_does() -> None:
     assert [A100.allocated(size) for size in (0, 1, 512, 513, 2**30 + 1)] == [0, 512, 512, 1024, 2**30 + 512]
     assert [ON_CPU.allocated(size) for size in (0, 1, 513)] == [0, 1, 513]
     on_gpu, on_cpu = (estimate(tiny_job.make(accumulation_choices=(1, 2)), spec) for spec in (A100, ON_CPU))
@@ -174,7 +174,7 @@ def test_every_block_is_rounded_up_as_the_allocator_does() -> None:
         assert not any(size % A100.block_bytes for size in sizes)
 
 
-def test_workspaces_of_both_threads_are_in_every_peak() -> None:
+def test_every_peak_includes_the_workspaces_of_both_threads() -> None:
     job, spec = tiny_job.make(accumulation_choices=(1, 2)), find_device("h100")
     found, without = estimate(job, spec), estimate(job, replace(spec, workspace_bytes=0))
     for precision in (Precision.FP32, Precision.BF16):
@@ -195,11 +195,11 @@ def test_workspaces_of_both_threads_are_in_every_peak() -> None:
         ("mi355x", 76 * 2**20),
     ],
 )
-def test_workspaces_are_those_of_the_generation(device: str, per_thread: int) -> None:
+def test_workspaces_match_the_gpu_generation(device: str, per_thread: int) -> None:
     assert find_device(device).workspace_bytes == 2 * per_thread
 
 
-def test_convolutions_round_to_tf32_by_default_and_products_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_use_tf32_by_default_and_products_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = {
         "convolution": convolution_job(
             model=OnlyConvolutions,
@@ -208,7 +208,7 @@ def test_convolutions_round_to_tf32_by_default_and_products_only_when_asked(monk
         ),
         "product": tiny_job.make(accumulation_choices=(1,)),
     }
-    # So slow at computing that nothing else counts.
+    # Computation is so slow that nothing else matters.
     devices = {
         key: replace(
             spec,
@@ -247,7 +247,7 @@ def test_convolutions_round_to_tf32_by_default_and_products_only_when_asked(monk
     )
 
 
-def test_the_table_names_its_sources_and_refuses_other_devices() -> None:
+def test_device_table_names_its_sources_and_rejects_other_devices() -> None:
     for spec in DEVICES.values():
         assert spec.source
         assert spec.memory_bytes > 0
@@ -281,7 +281,7 @@ def test_the_table_names_its_sources_and_refuses_other_devices() -> None:
         ("AMD Instinct MI355X", "mi355x"),
     ],
 )
-def test_devices_are_found_by_what_torch_calls_them(name: str, key: str) -> None:
+def test_devices_are_recognized_by_their_torch_names(name: str, key: str) -> None:
     assert find_device(name) is DEVICES[key]
     assert find_device(DEVICES[key].name) is DEVICES[key]
 
@@ -289,12 +289,12 @@ def test_devices_are_found_by_what_torch_calls_them(name: str, key: str) -> None
 @pytest.mark.parametrize(
     "name", ["abacus", "", "NVIDIA", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 3090 Ti", "cpu"]
 )
-def test_other_devices_are_refused(name: str) -> None:
+def test_other_devices_are_rejected(name: str) -> None:
     with pytest.raises(InputError, match="h200"):
         find_device(name)
 
 
-def test_the_command_plans_and_says_that_it_estimated(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+def test_command_plans_and_marks_the_result_as_an_estimate(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     job = tiny_job.__file__ + ":job"
     path = tmp_path / "plan.json"
     assert run(["plan", job, "--device", "h200", "--memory-budget", "99.9%", "--json", "--output", str(path)]) == 0
@@ -310,14 +310,14 @@ def test_the_command_plans_and_says_that_it_estimated(capsys: pytest.CaptureFixt
     assert "the driver's context takes 476.8 MiB" in shown
 
 
-def test_the_whole_device_is_what_the_driver_leaves_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_whole_device_excludes_the_memory_of_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", tiny_job.__file__ + ":job", "--device", "NVIDIA GeForce RTX 4090", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["context_bytes"] == 500 * 10**6
     assert document["memory_budget_bytes"] == int((24 * 10**9 - 500 * 10**6) * 0.9)
 
 
-def test_a_budget_that_the_update_alone_exceeds_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_budget_below_the_optimizer_update_gives_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
     job = tiny_job.__file__ + ":job"
     assert run(["plan", job, "--device", "h200", "--memory-budget", "1KiB"]) == 2
     message = capsys.readouterr().err
@@ -326,7 +326,7 @@ def test_a_budget_that_the_update_alone_exceeds_says_so(capsys: pytest.CaptureFi
 
 
 class Encoder(nn.Module):
-    """A model of torch's own layers, converted while it is built, with a weight that two of its parts share."""
+    """A model of torch's own layers, converted during construction, with a weight shared by two parts."""
 
     def __init__(self, *, convert: bool) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ class Encoder(nn.Module):
         return self.head(x)
 
 
-def test_torchs_own_layers_and_conversions_are_estimated() -> None:
+def test_built_in_layers_and_conversions_are_estimated() -> None:
     plain, converted = (
         estimate(tiny_job.make(model=lambda convert=convert: Encoder(convert=convert)), A100)
         for convert in (False, True)
@@ -352,7 +352,7 @@ def test_torchs_own_layers_and_conversions_are_estimated() -> None:
     assert converted.static_bytes == plain.static_bytes
 
 
-def test_an_estimate_of_many_k_covers_them_all_and_survives_being_written() -> None:
+def test_estimate_of_many_k_covers_all_and_round_trips() -> None:
     choices, batches = (1, 2, 3, 4, 6, 8), functools.partial(token_batches, size=8)
     found = estimate(gpt_job(batches=batches, batch_size=8, accumulation_choices=choices), A100)
     assert found.accumulation_choices == choices

@@ -1,4 +1,4 @@
-"""Exports: what other programs are launched with holds the plan, and what it cannot hold is said."""
+"""Tests of exports: they contain the plan and report what their format cannot contain."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def a_plan(**changes: Any) -> Plan:
     return plan.changed(launch=Launch(zero_stage=1), **changes)
 
 
-def test_a_configuration_holds_the_plan() -> None:
+def test_configuration_contains_the_plan() -> None:
     made = export(a_plan(), tiny_job.make(clip_norm=0.7), "deepspeed", ranks=2)
     assert made.files["ds_config.json"] == {
         "train_batch_size": 8,
@@ -54,12 +54,12 @@ def test_a_configuration_holds_the_plan() -> None:
     assert Plan.from_json(made.files["plan.json"]).accumulation_steps == 2
 
 
-def test_under_adaptive_batching_a_step_has_k_batches() -> None:
+def test_step_under_adaptive_batching_has_k_batches() -> None:
     config = export(a_plan(), tiny_job.make(batching="adaptive"), "deepspeed").files["ds_config.json"]
     assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (16, 8)
 
 
-def test_what_a_configuration_cannot_hold_is_said() -> None:
+def test_export_reports_what_a_configuration_cannot_contain() -> None:
     plan = a_plan()
     mixed = plan.changed(precision={**plan.precision, "head": Precision.FP32})
     made = export(mixed, tiny_job.make(), "deepspeed")
@@ -67,16 +67,14 @@ def test_what_a_configuration_cannot_hold_is_said() -> None:
     assert any("differs from unit to unit" in note for note in made.notes)
 
 
-def test_what_cannot_be_launched_is_refused() -> None:
+def test_plan_that_cannot_be_launched_is_rejected() -> None:
     with pytest.raises(PlanError, match=r"8 samples .* k=2 .* 3 ranks .*allowed: a batch size that 6 divides"):
         export(a_plan(), tiny_job.make(), "deepspeed", ranks=3)
     with pytest.raises(InputError, match="target is 'onnx'"):
         export(a_plan(), tiny_job.make(), "onnx")
 
 
-def test_the_command_writes_the_files_and_says_how_to_launch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_writes_the_files_and_prints_how_to_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(a_plan().to_json()))
     command = ["export", str(tmp_path / "mine.json"), "--job", str(TESTS / "tiny_job.py"), "--out", str(tmp_path)]
     assert run([*command, "--ranks", "2"]) == 0
@@ -90,7 +88,7 @@ def test_the_command_writes_the_files_and_says_how_to_launch(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_plan_that_does_not_fit_the_job_is_refused_with_the_unit_named(target: str) -> None:
+def test_plan_that_does_not_fit_the_job_is_rejected_with_the_unit(target: str) -> None:
     plan, job = a_plan(), tiny_job.make()
     with pytest.raises(PlanError, match=r"precision names unknown unit 'tail' \(allowed: embedding, blocks.0, "):
         export(plan.changed(precision={**plan.precision, "tail": Precision.BF16}), job, target)
@@ -100,7 +98,7 @@ def test_a_plan_that_does_not_fit_the_job_is_refused_with_the_unit_named(target:
         export(plan.changed(accumulation_steps=3), job, target)
 
 
-def test_what_needs_one_process_is_refused_for_several_and_a_script_without_a_reference() -> None:
+def test_single_process_exports_reject_several_ranks_and_scripts_need_a_reference() -> None:
     for target in ("python", "json"):
         with pytest.raises(InputError, match=f"{target} cannot express 2 ranks .allowed: deepspeed, accelerate"):
             export(a_plan(), tiny_job.make(), target, ranks=2)
@@ -108,7 +106,7 @@ def test_what_needs_one_process_is_refused_for_several_and_a_script_without_a_re
         export(a_plan(), tiny_job.make(), "python")
 
 
-def test_a_plan_that_a_configuration_holds_entirely_needs_no_plan_file() -> None:
+def test_plan_fully_contained_in_a_configuration_needs_no_plan_file() -> None:
     plan = a_plan(storage={})
     for target, file in (("accelerate", "accelerate.json"), ("transformers", "training_args.json")):
         made = export(plan.changed(launch=Launch()), tiny_job.make(), target)
@@ -116,14 +114,14 @@ def test_a_plan_that_a_configuration_holds_entirely_needs_no_plan_file() -> None
         assert not any("single layers" in note or "not included" in note for note in made.notes)
 
 
-def test_what_only_deepspeed_holds_is_said_by_the_others() -> None:
+def test_other_targets_report_choices_that_only_deepspeed_supports() -> None:
     plan = a_plan().changed(launch=Launch(zero_stage=2, compile=True))
     for target in ("accelerate", "transformers", "python"):
         notes = export(plan, tiny_job.make(), target, reference="tiny").notes
         assert any("not included: compile True, zero_stage 2 (autotune export --to deepspeed" in note for note in notes)
 
 
-def test_a_plan_that_names_some_units_alone_is_not_taken_for_one_of_the_whole_model() -> None:
+def test_plan_for_some_units_is_not_exported_as_a_whole_model_plan() -> None:
     made = export(Plan(precision={"head": Precision.BF16}), tiny_job.make(), "transformers")
     assert made.files["training_args.json"]["bf16"] is False
     assert made.files["plan.json"]["precision"]["head"] == "bf16"
@@ -139,7 +137,7 @@ def mixed(plan: Plan) -> Plan:
 
 
 def scaled(plan: Plan) -> Plan:
-    """Return the mixed plan with fp16 in place of bf16, whose losses must be scaled."""
+    """Return the mixed plan with fp16 instead of bf16, so that losses must be scaled."""
     return mixed(plan.changed(precision=dict.fromkeys(plan.precision, Precision.FP16)))
 
 
@@ -171,7 +169,7 @@ def script_of(made: Export, folder: Path) -> Path:
         pytest.param(mixed, "adaptive", [8], marks=pytest.mark.slow),
     ],
 )
-def test_the_script_runs_by_itself_and_trains_as_the_engine_does(
+def test_script_runs_by_itself_and_trains_like_the_engine(
     vary: Callable[[Plan], Plan], attribute: str, sizes: list[int], tmp_path: Path
 ) -> None:
     job: Job = getattr(exported_job, attribute)()
@@ -191,7 +189,7 @@ def test_the_script_runs_by_itself_and_trains_as_the_engine_does(
     )
     said = json.loads(done.stdout)
     engine = TorchEngine(job)
-    # fp16 is no choice on a processor that emulates it, but a plan for another machine may say it.
+    # fp16 is not offered on a CPU that emulates it, but a plan for another machine may contain it.
     engine.space = dataclasses.replace(engine.space, precisions=tuple(Precision))
     engine.apply(plan)
     assert engine.run(steps).failure is None
@@ -200,7 +198,7 @@ def test_the_script_runs_by_itself_and_trains_as_the_engine_does(
 
 
 def launch(made: Export, folder: Path) -> dict[str, Any]:
-    """Write an export for Accelerate, launch it by its own command with a script of its user's, return what it did."""
+    """Export for Accelerate, launch it by its own command with a user's script, and return the record."""
     pytest.importorskip("accelerate")
     for name, document in made.files.items():
         (folder / name).write_text(json.dumps(document))
@@ -224,7 +222,7 @@ def launch(made: Export, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("vary", "told"), [pytest.param(uniform, "bf16", marks=pytest.mark.slow), (mixed, "no")])
-def test_accelerate_launches_the_export_and_does_what_the_plan_says(
+def test_accelerate_launches_the_export_and_follows_the_plan(
     vary: Callable[[Plan], Plan], told: str, tmp_path: Path
 ) -> None:
     plan = vary(a_plan()).changed(launch=Launch())
@@ -286,7 +284,7 @@ LAYERS = ("model.layers.0", "model.layers.1", "model.layers.2", "lm_head")
 @pytest.mark.parametrize(
     ("vary", "recomputed"), [(uniform, [0, 1]), (mixed, [0, 2]), (uniform, [0, 2]), (uniform, [0, 1, 2])]
 )
-def test_a_trainer_with_the_exported_arguments_does_what_the_plan_says(
+def test_trainer_with_the_exported_arguments_follows_the_plan(
     vary: Callable[[Plan], Plan], recomputed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -296,7 +294,7 @@ def test_a_trainer_with_the_exported_arguments_does_what_the_plan_says(
     plan = vary(engine.space.plan(accumulation_steps=2, precision=Precision.BF16, recomputed=names))
     engine.close()
     made = export(plan, job, "transformers")
-    # What a user adds in the same file is no affair of a plan.
+    # User settings in the same file do not concern the plan.
     own = {"output_dir": str(tmp_path / "out"), "max_steps": 6, "use_cpu": True, "report_to": [], "disable_tqdm": True}
     quiet = {"save_strategy": "no", "dataloader_pin_memory": False}
     for name, document in made.files.items():
@@ -324,7 +322,7 @@ def test_a_trainer_with_the_exported_arguments_does_what_the_plan_says(
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_deepspeed_launches_the_export_and_does_what_the_plan_says(tmp_path: Path) -> None:
+def test_deepspeed_launches_the_export_and_follows_the_plan(tmp_path: Path) -> None:
     for name, document in export(a_plan(), tiny_job.make(clip_norm=0.7), "deepspeed", ranks=2).files.items():
         (tmp_path / name).write_text(json.dumps(document))
     run_on_ranks("exported_rank.py", tmp_path)

@@ -1,4 +1,4 @@
-"""What a stranger's plan says never becomes source: exports hold it as plain data, whatever its texts are."""
+"""Tests that no text of a hostile plan becomes source code in an export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autotune.optimizers import KINDS
 from autotune.report.plan_export import TARGETS, export
 from autotune.report.snippet import FILE
 
-# What closes a docstring, a literal, a call or a format, and what no encoding or terminal takes as it is.
+# Texts that close a docstring, a literal, a call or a format, and texts that no encoding or terminal accepts unchanged.
 HOSTILE = [
     '"""\nimport os; os.abort()\n"""',
     "'''",
@@ -48,14 +48,14 @@ HOSTILE = [
     "a" * 300 + " " + "b" * 300,
 ]
 TEXTS = st.one_of(st.sampled_from(HOSTILE), st.text(st.characters(codec=None), max_size=40)).filter(bool)
-# A module may be called anything without a dot that is no attribute of its parent.
+# A module may have any name without a dot that is not an attribute of its parent.
 NAMES = st.lists(
     TEXTS.map(lambda text: "u" + text.replace(".", "")), min_size=2, max_size=2, unique_by=lambda text: text
 )
 
 
 def named_job(names: list[str], **changes: Any) -> Job:
-    """Return a job whose units are called so."""
+    """Return a job whose units have these names."""
 
     def model() -> nn.Module:
         made = nn.Module()
@@ -76,12 +76,12 @@ def plan_of(names: list[str], launch: Launch | None = None) -> Plan:
 
 
 def is_unicode(text: str) -> bool:
-    """Tell whether a text can be written; half a character cannot, and no document has it."""
+    """Tell whether a text can be encoded; a lone surrogate cannot, and no document contains one."""
     return text.encode(errors="ignore").decode() == text
 
 
 class _Blank(ast.NodeTransformer):
-    """Take the constants out of a tree, and the plan, which is one dictionary of constants."""
+    """Replace the constants of a syntax tree, and the plan, which is a dictionary of constants."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return ast.Constant(value=type(node.value).__name__)
@@ -112,7 +112,7 @@ PLAIN = tree_of(script_of(["first", "second"], "tiny_job:job"))
 
 
 @given(names=NAMES, reference=TEXTS)
-def test_a_script_is_the_same_source_whatever_its_plan_and_its_reference_say(names: list[str], reference: str) -> None:
+def test_script_source_is_independent_of_plan_and_reference_texts(names: list[str], reference: str) -> None:
     script = script_of(names, reference)
     assert tree_of(script) == PLAIN
     compile(script, FILE, "exec")
@@ -124,7 +124,7 @@ def test_a_script_is_the_same_source_whatever_its_plan_and_its_reference_say(nam
 
 
 @given(names=NAMES, target=st.sampled_from(TARGETS))
-def test_every_export_has_plain_names_one_plain_command_and_notes_of_one_line(names: list[str], target: str) -> None:
+def test_every_export_has_plain_names_one_plain_command_and_one_line_notes(names: list[str], target: str) -> None:
     plain = export(plan_of(["a", "b"]), named_job(["a", "b"]), target, reference="x")
     made = export(plan_of(names), named_job(names), target, reference="x")
     assert (list(made.files), made.command) == (list(plain.files), plain.command)
@@ -139,14 +139,14 @@ def test_every_export_has_plain_names_one_plain_command_and_notes_of_one_line(na
 
 
 @given(text=TEXTS)
-def test_only_a_known_optimizer_can_be_launched_with(text: str) -> None:
+def test_only_known_optimizers_can_be_launched(text: str) -> None:
     document = {**Plan().to_json(), "launch": {"optimizer": text}}
     known = r"launch\.optimizer is .* \(allowed: adamw, adamw8bit, lamb, lion, sgd\)"
     with pytest.raises(PlanError, match=known if is_unicode(text) else "optimizer|JSON"):
         Plan.from_json(document)
 
 
-def test_each_known_optimizer_can_be_launched_with() -> None:
+def test_each_known_optimizer_can_be_launched() -> None:
     for name in KINDS:
         assert Plan.from_json({**Plan().to_json(), "launch": {"optimizer": name}}).launch.optimizer == name
 
@@ -154,13 +154,13 @@ def test_each_known_optimizer_can_be_launched_with() -> None:
 @pytest.mark.parametrize(
     "rate", [10**400, "1", True, 0, -1.0, float("inf"), float("nan"), [1]], ids=lambda rate: str(rate)[:8]
 )
-def test_a_learning_rate_is_a_number_that_a_float_holds(rate: Any) -> None:
+def test_learning_rate_must_be_a_finite_float(rate: Any) -> None:
     with pytest.raises(PlanError, match=r"launch\.learning_rate is .{1,80} \(allowed: a number"):
         Plan.from_json({**Plan().to_json(), "launch": {"optimizer": "lion", "learning_rate": rate}})
 
 
 @pytest.mark.parametrize("target", ["python", "deepspeed", "json"])
-def test_a_plan_that_says_source_in_place_of_an_optimizer_is_one_line_and_writes_nothing(
+def test_plan_with_source_code_as_optimizer_is_rejected_and_writes_nothing(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = a_plan().to_json()
@@ -173,7 +173,7 @@ def test_a_plan_that_says_source_in_place_of_an_optimizer_is_one_line_and_writes
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_numbers_of_numpy_are_plain_ones_in_a_script() -> None:
+def test_numpy_numbers_become_plain_numbers_in_a_script() -> None:
     launch = Launch(optimizer="lion", learning_rate=np.float64(3e-4))
     for norm, clips in ((np.float64(0.5), True), (float("inf"), False)):
         made = export(
@@ -187,7 +187,7 @@ def test_numbers_of_numpy_are_plain_ones_in_a_script() -> None:
     assert config.files["ds_config.json"]["gradient_clipping"] == 0.0  # type: ignore[index]
 
 
-def test_a_script_runs_whose_units_are_called_like_source(tmp_path: Path) -> None:
+def test_script_runs_even_if_units_are_named_like_source_code(tmp_path: Path) -> None:
     job = tmp_path / "odd_job.py"
     job.write_text(
         "import tiny_job\nfrom collections import OrderedDict\n"

@@ -1,4 +1,4 @@
-"""Failures are values of a window, and a step that failed leaves nothing behind."""
+"""Tests of failures: they are returned with the window, and a failed step leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ STEPS = 4
 
 
 class Fault:
-    """Do something to one call of the loss, and remember that it was done.
+    """A fault in one call of the loss.
 
     Attributes:
         countdown: calls of the loss until the fault; ``None`` while it is not armed.
-        fired: how often it struck.
+        fired: how often it occurred.
     """
 
     def __init__(self, strike: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
@@ -45,7 +45,7 @@ class Fault:
         self.countdown = micro_batch
 
     def into(self, job: Job) -> Job:
-        """Return the job with this fault in its loss."""
+        """Return the job with this fault in its loss function."""
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
             value = job.loss(model, batch)
@@ -62,7 +62,7 @@ class Fault:
 
 
 class FaultyBackward(torch.autograd.Function):
-    """Pass a value on, and raise or change its gradient in backward."""
+    """Identity whose backward pass raises or changes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -82,7 +82,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def in_forward(error: BaseException) -> Fault:
-    """Return a fault that raises when forward has drawn its numbers and written its buffers."""
+    """Return a fault that raises after forward has drawn random numbers and written its buffers."""
     return Fault(raising(error))
 
 
@@ -99,7 +99,7 @@ def engine_of(job: Job, k: int, *, recompute: bool = False, options: EngineOptio
 
 
 def uninjured(job: Job, k: int, *, recompute: bool = False) -> tuple[list[Any], list[float | None]]:
-    """Return the state after each step, the one before the first included, and the losses."""
+    """Return the states before the first and after each step, and the losses."""
     engine = engine_of(job, k, recompute=recompute)
     states, losses = [training_state(engine)], []
     for _ in range(STEPS):
@@ -111,7 +111,7 @@ def uninjured(job: Job, k: int, *, recompute: bool = False) -> tuple[list[Any], 
 
 
 def outlast(engine: TorchEngine, spoil: Callable[[int], None], expected: Any, failure: Failure) -> None:
-    """Run the steps, spoil one of them, and compare everything before and after the retry."""
+    """Run the steps with a fault in one of them, and compare the states before and after the retry."""
     states, losses = expected
     failed = 0
     for step in range(STEPS):
@@ -122,7 +122,7 @@ def outlast(engine: TorchEngine, spoil: Callable[[int], None], expected: Any, fa
             assert measured.failure is failure
             assert "\n" not in measured.failure_detail
             assert (measured.steps, measured.samples, measured.loss) == (0, 0, None)
-            # The learning rate alone is that of the step to come: each step sets it anew.
+            # Only the learning rate is already that of the next step, because each step sets it.
             left = differences(states[step], training_state(engine))
             assert [key for key in left if not isinstance(states[step][key], float)] == []
             measured = engine.run(1)
@@ -160,7 +160,7 @@ JOBS: dict[str, tuple[Callable[[], Job], int]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("name", JOBS)
-def test_a_step_that_failed_in_forward_or_backward_is_repeated_bit_for_bit(name, recompute):
+def test_step_that_failed_in_forward_or_backward_is_repeated_bit_for_bit(name, recompute):
     build, k = JOBS[name]
     expected = uninjured(build(), k, recompute=recompute)
     spots = 0
@@ -183,7 +183,7 @@ def test_a_step_that_failed_in_forward_or_backward_is_repeated_bit_for_bit(name,
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("method", ["unscale", "clip"])
-def test_a_step_that_failed_while_unscaling_or_clipping_is_repeated_bit_for_bit(name, method, moment):
+def test_step_that_failed_while_unscaling_or_clipping_is_repeated_bit_for_bit(name, method, moment):
     build, k = JOBS[name]
     expected = uninjured(build(), k)
     for at_step in range(STEPS):
@@ -206,7 +206,7 @@ def test_a_step_that_failed_while_unscaling_or_clipping_is_repeated_bit_for_bit(
         assert fired == [1]
 
 
-def test_a_step_that_failed_inside_a_unit_is_repeated_bit_for_bit():
+def test_step_that_failed_inside_a_unit_is_repeated_bit_for_bit():
     expected = uninjured(convolution_job(), 2)
     for unit in ("stem", "blocks.1", "head"):
         engine = engine_of(convolution_job(), 2)
@@ -227,7 +227,7 @@ def test_a_step_that_failed_inside_a_unit_is_repeated_bit_for_bit():
         assert fired == [unit]
 
 
-def test_a_metered_step_that_failed_is_repeated_bit_for_bit():
+def test_metered_step_that_failed_is_repeated_bit_for_bit():
     expected = uninjured(gpt_job(), 2)
     fault = in_backward(torch.OutOfMemoryError("injected"))
     engine = engine_of(fault.into(gpt_job()), 2, options=EngineOptions())
@@ -236,7 +236,7 @@ def test_a_metered_step_that_failed_is_repeated_bit_for_bit():
     assert engine.run(1).peak_bytes is not None
 
 
-def test_a_window_ends_at_its_failure_and_keeps_the_steps_before_it():
+def test_window_ends_at_its_failure_and_keeps_the_steps_before_it():
     fault = in_forward(MemoryError())
     engine = engine_of(fault.into(gpt_job()), 2)
     fault.arm(2 * 3)
@@ -247,7 +247,7 @@ def test_a_window_ends_at_its_failure_and_keeps_the_steps_before_it():
     assert measured.loss is not None
 
 
-def test_a_step_that_failed_and_was_repeated_under_another_plan_sees_the_same_data():
+def test_step_repeated_under_another_plan_sees_the_same_data():
     seen: list[float] = []
     job = perceptron_job(batching="adaptive")
 
@@ -269,12 +269,12 @@ def test_a_step_that_failed_and_was_repeated_under_another_plan_sees_the_same_da
     engine.apply(engine.plan.changed(accumulation_steps=2))
     seen.clear()
     assert engine.run(4).failure is None
-    # No batch is skipped or seen twice by an update.
+    # No update skips a batch or sees one twice.
     assert seen == batches
     assert engine.progress.batches == 8
 
 
-def test_a_failure_that_is_met_before_a_restore_leaves_the_data_in_order():
+def test_failure_before_a_restore_keeps_the_data_order():
     fault = in_forward(MemoryError())
     job = perceptron_job(batching="adaptive")
     plain = engine_of(job, 2)
@@ -292,7 +292,7 @@ def test_a_failure_that_is_met_before_a_restore_leaves_the_data_in_order():
     assert differences(training_state(plain), training_state(engine)) == []
 
 
-def test_the_statistics_of_a_repeated_step_are_those_of_the_step():
+def test_statistics_of_a_repeated_step_equal_those_of_an_undisturbed_step():
     plain = engine_of(gpt_job(), 2)
     fault = in_backward(MemoryError())
     engine = engine_of(fault.into(gpt_job()), 2)
@@ -307,7 +307,7 @@ def test_the_statistics_of_a_repeated_step_are_those_of_the_step():
     assert fault.fired == 1
 
 
-def test_a_sample_that_was_read_before_the_failure_is_not_averaged_twice():
+def test_gradient_sample_taken_before_the_failure_is_not_averaged_twice():
     plain = engine_of(gpt_job(), 2)
     engine = engine_of(gpt_job(), 2)
     original = engine.update.clip
@@ -326,7 +326,7 @@ def test_a_sample_that_was_read_before_the_failure_is_not_averaged_twice():
     assert engine.monitor.state.average == plain.monitor.state.average
 
 
-def test_a_window_that_sampled_nothing_reports_no_gradient():
+def test_window_without_samples_reports_no_gradient():
     fault = in_backward(MemoryError())
     engine = engine_of(fault.into(gpt_job()), 2)
     assert engine.run(1).gradient is not None
@@ -340,7 +340,7 @@ def test_a_window_that_sampled_nothing_reports_no_gradient():
 
 
 class FaultyOptimizer(torch.optim.SGD):
-    """Raise in the second step, when half of the weights are updated."""
+    """An optimizer that raises in the second step, after half of the weights are updated."""
 
     error: BaseException = MemoryError("in the optimizer")
     num_steps = 0
@@ -352,7 +352,7 @@ class FaultyOptimizer(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_exception_in_the_optimizers_step_passes_through(monkeypatch: pytest.MonkeyPatch):
+def test_exception_in_the_optimizer_step_propagates(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(FaultyOptimizer, "error", KeyError("in the optimizer"))
     engine = engine_of(perceptron_job(optimizer=lambda parameters: FaultyOptimizer(parameters, lr=0.1)), 2)
     assert engine.run(1).failure is None
@@ -361,7 +361,7 @@ def test_an_exception_in_the_optimizers_step_passes_through(monkeypatch: pytest.
     assert engine.update.optimizer.num_steps == 2
 
 
-def test_memory_that_runs_out_in_the_optimizers_step_is_a_failed_window():
+def test_out_of_memory_in_the_optimizer_step_is_a_failed_window():
     engine = engine_of(perceptron_job(optimizer=lambda parameters: FaultyOptimizer(parameters, lr=0.1)), 2)
     assert engine.run(1).failure is None
     window = engine.run(1)
@@ -372,7 +372,7 @@ def test_memory_that_runs_out_in_the_optimizers_step_is_a_failed_window():
 
 @pytest.mark.parametrize("place", [in_forward, in_backward])
 @pytest.mark.parametrize("error", [KeyboardInterrupt("stop"), SystemExit("stop")], ids=repr)
-def test_an_interruption_passes_through_and_training_can_go_on_as_if_there_had_been_none(place, error):
+def test_interrupt_propagates_and_training_can_continue_unchanged(place, error):
     states, losses = uninjured(gpt_job(), 4)
     fault = place(error)
     engine = engine_of(fault.into(gpt_job()), 4)
@@ -389,7 +389,7 @@ def test_an_interruption_passes_through_and_training_can_go_on_as_if_there_had_b
 # -------------------------------------------------------------------------------------------- budget and time
 
 
-def test_a_window_whose_peak_exceeds_the_budget_fails_as_over_budget():
+def test_window_whose_peak_exceeds_the_budget_fails_as_over_budget():
     free = engine_of(gpt_job(), 1, options=EngineOptions())
     free.run(3)
     peak = free.run(1).peak_bytes
@@ -404,7 +404,7 @@ def test_a_window_whose_peak_exceeds_the_budget_fails_as_over_budget():
         assert measured.peak_bytes == peak
 
 
-def test_a_window_that_takes_too_long_fails_as_timeout_after_a_whole_step():
+def test_window_that_takes_too_long_fails_as_timeout_after_a_whole_step():
     engine = engine_of(gpt_job(), 1, options=EngineOptions(meter_memory=False, time_limit_s=1e-9))
     measured = engine.run(5)
     assert measured.failure is Failure.TIMEOUT
@@ -416,7 +416,7 @@ def test_a_window_that_takes_too_long_fails_as_timeout_after_a_whole_step():
 
 
 def spoiled_loss(bad: float) -> Fault:
-    # A constant: the gradient stays finite, the loss alone does not.
+    # A constant is added, so that the gradient stays finite and the loss does not.
     return Fault(lambda model, loss: loss + bad)
 
 
@@ -433,7 +433,7 @@ SPOILERS = [spoiled_loss, spoiled_loss_and_gradient, spoiled_gradient]
 
 
 def check_bad_step(engine: TorchEngine, spoil: Callable[[], None], k: int, samples: int) -> None:
-    """Spoil the third step of a run and look at everything that it must leave alone."""
+    """Make the third step of a run fail, and check everything that it must leave unchanged."""
     assert engine.run(2).failure is None
     before, counted = training_state(engine), engine.snapshot().progress
     untouched = {*weights_of(engine), *(key for key in before if key.startswith("tensor "))}
@@ -462,7 +462,7 @@ def constant_keys(engine: TorchEngine) -> set[str]:
 
 @pytest.mark.parametrize("spoiler", SPOILERS)
 @pytest.mark.parametrize("name", JOBS)
-def test_a_loss_or_gradient_that_is_not_finite_never_reaches_a_weight_or_buffer(name, spoiler):
+def test_nonfinite_loss_or_gradient_never_reaches_a_weight_or_buffer(name, spoiler):
     build, k = JOBS[name]
     injections = 0
     for bad in BAD:
@@ -478,7 +478,7 @@ def test_a_loss_or_gradient_that_is_not_finite_never_reaches_a_weight_or_buffer(
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("name", ["dropout, fixed batching", "BatchNorm, adaptive batching"])
-def test_an_activation_that_is_not_finite_never_reaches_a_weight_or_buffer(name, recompute):
+def test_nonfinite_activation_never_reaches_a_weight_or_buffer(name, recompute):
     build, k = JOBS[name]
     for bad in BAD:
         for micro_batch in range(k):
@@ -501,7 +501,7 @@ def test_an_activation_that_is_not_finite_never_reaches_a_weight_or_buffer(name,
             assert len(calls) == micro_batch + 1
 
 
-def test_a_window_of_several_steps_ends_at_the_first_that_is_not_finite():
+def test_window_ends_at_the_first_nonfinite_step():
     fault = spoiled_gradient(math.nan)
     engine = engine_of(fault.into(gpt_job()), 2)
     fault.arm(2 * 3 + 1)

@@ -1,4 +1,4 @@
-"""The fake accelerator behaves as a GPU does, wherever a test of the project relies on it."""
+"""Tests that the fake accelerator behaves like a GPU wherever other tests rely on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def child(code: str, environment: dict[str, str] | None = None) -> str:
 # ---- presence
 
 
-def test_an_import_registers_nothing() -> None:
+def test_import_registers_nothing() -> None:
     path = fake_accelerator.__path__[0].rsplit("/", 1)[0]
     code = f"""
 import sys; sys.path.insert(0, {path!r})
@@ -49,12 +49,12 @@ fake_accelerator._settle()
     assert child(code) == "privateuseone None\n1.0"
 
 
-def test_a_child_has_the_device_by_its_environment(accelerator: ModuleType) -> None:
+def test_child_process_gets_the_device_through_its_environment(accelerator: ModuleType) -> None:
     code = f"import torch; print(torch.accelerator.current_accelerator(), torch.fake.mem_get_info()[1])\n{BACKWARD}"
     assert child(code, fake_accelerator.child_environment(capacity=4 * MIB)) == f"fake {4 * MIB}\n1.0"
 
 
-def test_an_absent_device_is_none_to_torch(accelerator: ModuleType) -> None:
+def test_torch_reports_no_accelerator_while_the_device_is_absent(accelerator: ModuleType) -> None:
     accelerator.present(False)
     assert not torch.accelerator.is_available()
     assert torch.accelerator.current_accelerator() is None
@@ -69,7 +69,7 @@ def test_an_absent_device_is_none_to_torch(accelerator: ModuleType) -> None:
         torch.fake.synchronize()
 
 
-def test_the_cpu_works_beside_an_absent_device(accelerator: ModuleType) -> None:
+def test_cpu_works_while_the_device_is_absent(accelerator: ModuleType) -> None:
     accelerator.present(False)
     torch.manual_seed(0)
     weight = torch.randn(3, requires_grad=True)
@@ -81,7 +81,7 @@ def test_the_cpu_works_beside_an_absent_device(accelerator: ModuleType) -> None:
     assert not weight.is_pinned()
 
 
-def test_a_present_device_is_the_accelerator(accelerator: ModuleType) -> None:
+def test_present_device_is_the_accelerator(accelerator: ModuleType) -> None:
     assert torch.accelerator.is_available()
     assert torch.accelerator.current_accelerator(check_available=True) == torch.device("fake")
     assert torch.accelerator.device_count() == 1
@@ -95,7 +95,7 @@ def test_a_present_device_is_the_accelerator(accelerator: ModuleType) -> None:
         torch.fake.set_device(1)
 
 
-def test_knobs_are_known_until_they_are_reset(accelerator: ModuleType) -> None:
+def test_changed_controls_are_listed_until_reset(accelerator: ModuleType) -> None:
     accelerator.noise()
     accelerator.vanish()
     accelerator.capacity(MIB)
@@ -108,7 +108,7 @@ def test_knobs_are_known_until_they_are_reset(accelerator: ModuleType) -> None:
 # ---- memory
 
 
-def test_blocks_are_rounded_and_cut_as_cuda_cuts_them(accelerator: ModuleType) -> None:
+def test_blocks_are_rounded_and_split_like_cuda_blocks(accelerator: ModuleType) -> None:
     def held(num_bytes: int) -> tuple[int, int]:
         before = accelerator.stats()
         kept.append(bytes_on_device(num_bytes))
@@ -123,13 +123,13 @@ def test_blocks_are_rounded_and_cut_as_cuda_cuts_them(accelerator: ModuleType) -
     assert held(MIB) == (MIB, 2 * MIB)
     assert held(MIB + 1) == (MIB + 512, 20 * MIB)
     assert held(10 * MIB) == (10 * MIB, 0)
-    # What is left of a large segment is not cut off if it is no more than 1 MiB.
+    # The rest of a large segment is not split off if it is at most 1 MiB.
     assert held(8 * MIB) == (9 * MIB - 512, 0)
     assert held(11 * MIB) == (11 * MIB + MIB, 12 * MIB)
     assert accelerator.stats()["requested_bytes.all.current"] == sum(map(len, kept))
 
 
-def test_freed_neighbours_become_one_block(accelerator: ModuleType) -> None:
+def test_freed_neighbours_are_merged(accelerator: ModuleType) -> None:
     first, second, third = (bytes_on_device(4 * MIB) for _ in range(3))
     del first, third
     reserved = torch.fake.memory_reserved()
@@ -151,7 +151,7 @@ def test_statistics_follow_tensors(accelerator: ModuleType) -> None:
     assert torch.fake.memory_reserved() == torch.fake.max_memory_reserved() - 20 * MIB == 2 * MIB
 
 
-def test_a_full_device_releases_its_cache_before_it_fails(accelerator: ModuleType) -> None:
+def test_full_device_releases_its_cache_before_it_fails(accelerator: ModuleType) -> None:
     accelerator.capacity(40 * MIB)
     kept = bytes_on_device(20 * MIB)
     bytes_on_device(20 * MIB)
@@ -166,7 +166,7 @@ def test_a_full_device_releases_its_cache_before_it_fails(accelerator: ModuleTyp
     assert torch.fake.memory_allocated() == kept.nbytes + 512 * small.nbytes
 
 
-def test_the_nth_allocation_fails_once(accelerator: ModuleType) -> None:
+def test_nth_allocation_fails_once(accelerator: ModuleType) -> None:
     accelerator.fail_at(3)
     kept = [bytes_on_device(1) for _ in range(2)]
     with pytest.raises(torch.OutOfMemoryError, match="injected"):
@@ -180,7 +180,7 @@ def test_small_segments_fragment_with_small_tensors(accelerator: ModuleType) -> 
     kept = [bytes_on_device(16 * 1024) for _ in range(8)]
     assert torch.fake.memory_reserved() == 128 * 1024
     del kept[::2]
-    # There is room enough, but not in one piece.
+    # There is enough free memory, but not in one piece.
     kept.append(bytes_on_device(32 * 1024))
     assert torch.fake.memory_reserved() == 192 * 1024
     with pytest.raises(RuntimeError, match="needs an empty device"):
@@ -200,10 +200,10 @@ def test_storages_are_resized_in_place(accelerator: ModuleType) -> None:
     assert torch.equal(tensor[:256:2][:128].cpu(), torch.ones(128))
 
 
-def test_a_profiler_sees_every_byte_of_the_device_and_no_copy_on_the_host(
+def test_profiler_sees_every_byte_of_the_device_and_no_host_copy(
     accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The first profiler of a process decides for all of them whether they write to stderr.
+    # The first profiler of a process decides whether all later ones write to stderr.
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     layer, batch = nn.Linear(64, 64).to("fake"), torch.ones(8, 64, device="fake")
     before = accelerator.stats()["allocated_bytes.all.current"]
@@ -217,7 +217,7 @@ def test_a_profiler_sees_every_byte_of_the_device_and_no_copy_on_the_host(
 # ---- random numbers
 
 
-def test_the_device_draws_from_a_generator_of_its_own(accelerator: ModuleType) -> None:
+def test_device_has_its_own_random_generator(accelerator: ModuleType) -> None:
     torch.manual_seed(0)
     of_the_cpu = torch.get_rng_state()
     first = F.dropout(torch.ones(64, device="fake")), torch.randn(4, device="fake"), torch.randperm(9, device="fake")
@@ -229,7 +229,7 @@ def test_the_device_draws_from_a_generator_of_its_own(accelerator: ModuleType) -
     assert not torch.equal(first[0], F.dropout(torch.ones(64, device="fake")))
 
 
-def test_a_state_that_is_set_again_repeats_dropout(accelerator: ModuleType) -> None:
+def test_restored_generator_state_repeats_dropout(accelerator: ModuleType) -> None:
     ones = torch.ones(256, device="fake")
     one, every = torch.fake.get_rng_state(), torch.fake.get_rng_state_all()
     first = F.dropout(ones, 0.3)
@@ -243,7 +243,7 @@ def test_a_state_that_is_set_again_repeats_dropout(accelerator: ModuleType) -> N
     assert set(first.tolist()) == {0.0, float(torch.tensor(1 / 0.7))}
 
 
-def test_generators_of_the_device_can_be_made(accelerator: ModuleType) -> None:
+def test_generators_can_be_created_on_the_device(accelerator: ModuleType) -> None:
     generator = torch.Generator(device="fake").manual_seed(3)
     assert generator.device.type == "fake"
     drawn = torch.rand(4, device="fake", generator=generator)
@@ -256,7 +256,7 @@ def test_generators_of_the_device_can_be_made(accelerator: ModuleType) -> None:
 
 
 class Block(nn.Module):
-    """Every layer that the project's jobs are made of."""
+    """A block with every layer that the project's jobs use."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ def train(
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_model_trains_as_on_the_cpu(accelerator: ModuleType, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+def test_model_trains_as_on_the_cpu(accelerator: ModuleType, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     on_cpu, losses = train("cpu", optimizer=optimizer)
     on_device, same = train("fake", optimizer=optimizer)
     torch.testing.assert_close(same, losses)
@@ -319,15 +319,15 @@ def test_recurrent_layers_train_as_on_the_cpu(accelerator: ModuleType, layer: ty
         assert on_device(batch.to("fake"))[0].device.type == "fake"
 
 
-def test_a_recomputed_step_repeats_its_dropout(accelerator: ModuleType) -> None:
+def test_recomputed_step_repeats_its_dropout(accelerator: ModuleType) -> None:
     plain, losses = train("fake", dropout=0.5)
     recomputed, same = train("fake", dropout=0.5, recompute=True)
     assert losses[0] == same[0]
-    # Batch norm's statistics are taken twice, and nothing else differs.
+    # Only batch norm's statistics are updated twice.
     assert torch.equal(plain.head.weight, recomputed.head.weight)
 
 
-def test_backward_runs_in_a_thread_of_the_device(accelerator: ModuleType) -> None:
+def test_backward_runs_in_the_device_thread(accelerator: ModuleType) -> None:
     weight, threads = torch.ones(4, device="fake", requires_grad=True), set()
     weight.register_hook(lambda _: threads.add(threading.get_ident()))
     (weight * 2).sum().backward()
@@ -335,7 +335,7 @@ def test_backward_runs_in_a_thread_of_the_device(accelerator: ModuleType) -> Non
     assert threads != {threading.get_ident()}
 
 
-def test_results_lie_on_the_device_and_share_what_views_share(accelerator: ModuleType) -> None:
+def test_results_are_on_the_device_and_views_share_storage(accelerator: ModuleType) -> None:
     base = torch.zeros(4, 6, device="fake")
     base[1].add_(1)
     base.t().view(2, 3, 4).select(1, 0)[:] = 2
@@ -353,14 +353,14 @@ def test_results_lie_on_the_device_and_share_what_views_share(accelerator: Modul
     assert "device='fake:0'" in repr(base)
 
 
-def test_tensors_of_two_devices_do_not_mix(accelerator: ModuleType) -> None:
+def test_tensors_on_different_devices_cannot_be_mixed(accelerator: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch.ones(2, device="fake") + torch.ones(2)
     assert (torch.ones(2, device="fake") + torch.tensor(1.0)).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_casts_products_and_keeps_norms(accelerator: ModuleType, dtype: torch.dtype) -> None:
+def test_autocast_casts_products_but_not_norms(accelerator: ModuleType, dtype: torch.dtype) -> None:
     layer, batch = nn.Linear(4, 4).to("fake"), torch.randn(2, 4, device="fake")
     for cache in (True, False):
         with torch.autocast("fake", dtype=dtype, cache_enabled=cache):
@@ -375,7 +375,7 @@ def test_autocast_casts_products_and_keeps_norms(accelerator: ModuleType, dtype:
     assert layer.weight.grad.dtype == torch.float32
 
 
-def test_autocast_casts_a_weight_once_if_it_keeps_it(accelerator: ModuleType) -> None:
+def test_autocast_caches_a_cast_weight(accelerator: ModuleType) -> None:
     layer, batch = nn.Linear(4, 4).to("fake"), torch.randn(2, 4, device="fake")
 
     def copies(cache: bool) -> int:
@@ -388,7 +388,7 @@ def test_autocast_casts_a_weight_once_if_it_keeps_it(accelerator: ModuleType) ->
     assert copies(cache=True) == 4
 
 
-def test_a_scaler_skips_steps_that_overflow(accelerator: ModuleType) -> None:
+def test_scaler_skips_steps_that_overflow(accelerator: ModuleType) -> None:
     weight = torch.ones(4, device="fake", requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("fake", init_scale=4.0)
     for gradient, expected in ((float("inf"), 1.0), (0.5, 0.5)):
@@ -401,7 +401,7 @@ def test_a_scaler_skips_steps_that_overflow(accelerator: ModuleType) -> None:
     assert scaler.get_scale() == 2.0
 
 
-def test_copies_are_deep_and_files_are_read_anywhere(accelerator: ModuleType) -> None:
+def test_copies_are_deep_and_files_load_on_any_device(accelerator: ModuleType) -> None:
     model = Block().to("fake")
     twin = copy.deepcopy(model)
     weight = model.head.weight.detach()
@@ -420,7 +420,7 @@ def test_copies_are_deep_and_files_are_read_anywhere(accelerator: ModuleType) ->
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_activations_are_packed_to_the_host_and_back(accelerator: ModuleType, pinned: bool) -> None:
+def test_activations_can_be_offloaded_to_the_host_and_back(accelerator: ModuleType, pinned: bool) -> None:
     weight = torch.randn(8, device="fake", requires_grad=True)
     with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
         out = (weight.exp() * weight).sum()
@@ -433,7 +433,7 @@ def test_activations_are_packed_to_the_host_and_back(accelerator: ModuleType, pi
 # ---- time
 
 
-def test_a_measurement_that_does_not_synchronise_sees_launches_only(accelerator: ModuleType) -> None:
+def test_unsynchronized_measurement_sees_only_kernel_launches(accelerator: ModuleType) -> None:
     batch = torch.ones(256, 256, device="fake")
 
     def measured(synchronise: bool) -> float:
@@ -461,7 +461,7 @@ def test_a_measurement_that_does_not_synchronise_sees_launches_only(accelerator:
     ],
     ids=["item", "cpu", "nonzero", "equal", "accelerator", "stream"],
 )
-def test_the_host_waits_for_what_it_reads(accelerator: ModuleType, wait: Callable[[torch.Tensor], object]) -> None:
+def test_host_waits_for_the_values_it_reads(accelerator: ModuleType, wait: Callable[[torch.Tensor], object]) -> None:
     batch = torch.ones(1024, device="fake")
     accelerator.speed(kernel_s=1.0)
     begin = accelerator.clock()
@@ -471,7 +471,7 @@ def test_the_host_waits_for_what_it_reads(accelerator: ModuleType, wait: Callabl
     assert accelerator.clock() - begin > 0.999
 
 
-def test_the_host_works_beside_the_device(accelerator: ModuleType) -> None:
+def test_host_and_device_work_in_parallel(accelerator: ModuleType) -> None:
     batch = torch.ones(1024, device="fake")
     accelerator.speed(kernel_s=1.0)
     begin = accelerator.clock()
@@ -481,7 +481,7 @@ def test_the_host_works_beside_the_device(accelerator: ModuleType) -> None:
     assert accelerator.clock() - begin == pytest.approx(3.0, rel=1e-3)
 
 
-def test_a_copy_in_flight_does_not_wait(accelerator: ModuleType) -> None:
+def test_asynchronous_copy_does_not_wait(accelerator: ModuleType) -> None:
     source, target = torch.ones(4), torch.empty(4, device="fake")
     accelerator.speed(kernel_s=1.0)
     begin = accelerator.clock()
@@ -491,7 +491,7 @@ def test_a_copy_in_flight_does_not_wait(accelerator: ModuleType) -> None:
     assert accelerator.clock() - begin > 1.999
 
 
-def test_events_time_the_device(accelerator: ModuleType) -> None:
+def test_events_measure_device_time(accelerator: ModuleType) -> None:
     begin, end = (torch.fake.Event(enable_timing=True) for _ in range(2))
     batch = torch.ones(1024, device="fake")
     accelerator.speed(kernel_s=1.0)
@@ -509,7 +509,7 @@ def test_events_time_the_device(accelerator: ModuleType) -> None:
     assert torch.fake.current_stream() == torch.fake.default_stream()
 
 
-def test_products_take_half_as_long_in_16_bits(accelerator: ModuleType) -> None:
+def test_products_take_half_the_time_in_16_bits(accelerator: ModuleType) -> None:
     def seconds(dtype: torch.dtype) -> float:
         batch = torch.ones(256, 256, device="fake", dtype=dtype)
         torch.fake.synchronize()
@@ -547,7 +547,7 @@ def test_noise_is_one_unit_in_the_last_place(accelerator: ModuleType) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_noise_leaves_forward_passes_as_they_are(accelerator: ModuleType) -> None:
+def test_noise_leaves_forward_passes_unchanged(accelerator: ModuleType) -> None:
     accelerator.noise()
     left, right = torch.randn(2, 16, 16, device="fake", requires_grad=True)
     seen = []
@@ -571,13 +571,13 @@ def test_noise_leaves_forward_passes_as_they_are(accelerator: ModuleType) -> Non
         ("events", "Event"),
     ],
 )
-def test_a_device_lacks_functions(accelerator: ModuleType, lack: str, function: str) -> None:
+def test_device_can_lack_functions(accelerator: ModuleType, lack: str, function: str) -> None:
     with accelerator.without(lack):
         assert not hasattr(torch.fake, function)
     assert hasattr(torch.fake, function)
 
 
-def test_what_a_device_lacks_torch_cannot_do_either(accelerator: ModuleType) -> None:
+def test_torch_cannot_use_a_function_that_the_device_lacks(accelerator: ModuleType) -> None:
     kept = bytes_on_device(1)
     with accelerator.without("peak statistics", "events"):
         with pytest.raises(NotImplementedError, match="reset_peak_memory_stats"):
@@ -591,7 +591,7 @@ def test_what_a_device_lacks_torch_cannot_do_either(accelerator: ModuleType) -> 
 
 
 @pytest.mark.parametrize(("lack", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_a_device_lacks_a_precision(accelerator: ModuleType, lack: str, dtype: torch.dtype) -> None:
+def test_device_can_lack_a_precision(accelerator: ModuleType, lack: str, dtype: torch.dtype) -> None:
     halves = torch.ones(2, 2, device="fake", dtype=dtype)
     with accelerator.without(lack):
         assert dtype not in torch.fake.get_amp_supported_dtype()
@@ -600,7 +600,7 @@ def test_a_device_lacks_a_precision(accelerator: ModuleType, lack: str, dtype: t
     assert (halves @ halves).tolist() == [[2, 2], [2, 2]]
 
 
-def test_a_lost_device_fails_everything_until_it_is_back(accelerator: ModuleType) -> None:
+def test_lost_device_fails_every_call_until_it_returns(accelerator: ModuleType) -> None:
     weight = torch.ones(2, device="fake", requires_grad=True)
     loss = (weight * 2).sum()
     accelerator.vanish()
@@ -612,7 +612,7 @@ def test_a_lost_device_fails_everything_until_it_is_back(accelerator: ModuleType
     assert weight.grad.tolist() == [2, 2]
 
 
-def test_calls_are_counted_by_whichever_way_they_come(accelerator: ModuleType) -> None:
+def test_calls_are_counted_through_every_api(accelerator: ModuleType) -> None:
     kept = bytes_on_device(1)
     accelerator.calls.clear()
     torch.fake.synchronize()

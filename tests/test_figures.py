@@ -1,4 +1,4 @@
-"""What the README says of benchmarks is what their files say."""
+"""Tests that README.md states the benchmark figures of the recorded files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def figures() -> ModuleType:
     return module
 
 
-def test_every_figure_stands_in_the_readme(figures: ModuleType) -> None:
+def test_readme_contains_every_benchmark_figure(figures: ModuleType) -> None:
     readme = " ".join((ROOT / "README.md").read_text().split())
     found = figures.figures()
     assert len(found) > 20
@@ -30,7 +30,7 @@ def test_every_figure_stands_in_the_readme(figures: ModuleType) -> None:
     assert not missing
 
 
-def test_every_file_of_a_benchmark_says_where_it_was_measured() -> None:
+def test_every_benchmark_file_names_its_device() -> None:
     files = sorted((ROOT / "runs" / "benchmarks").glob("*/*.json"))
     assert len(files) >= 10
     for path in files:

@@ -1,4 +1,4 @@
-"""Files: strict JSON in, atomic files out."""
+"""Tests of files: strict JSON is read, and files are written atomically."""
 
 from __future__ import annotations
 
@@ -41,26 +41,24 @@ values = st.recursive(
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    # A socket's path may have a hundred characters.
+    # The path of a socket is limited to about a hundred characters.
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
 
 @given(st.dictionaries(st.text(), values, max_size=4))
-def test_a_document_survives_being_written_and_parsed(document):
+def test_document_round_trips_through_text(document):
     assert parse_json(json.dumps(document), where="x") == document
 
 
-def test_a_document_survives_being_written_and_read(tmp_path: Path):
+def test_document_round_trips_through_a_file(tmp_path: Path):
     document = {"name": "grün", "values": [1, 2.5, None, True], "deep": {"a": {"b": []}}}
     write_json(tmp_path / "a.json", document)
     assert read_json(tmp_path / "a.json") == document
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_a_written_file_has_the_mode_that_the_umask_leaves_and_nothing_else_is_left(
-    tmp_path: Path, umask: int, mode: int
-):
+def test_written_file_follows_the_umask_and_leaves_no_temporary(tmp_path: Path, umask: int, mode: int):
     before = os.umask(umask)
     try:
         write_atomic(tmp_path / "a", "text")
@@ -72,12 +70,12 @@ def test_a_written_file_has_the_mode_that_the_umask_leaves_and_nothing_else_is_l
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_bytes_are_written_as_they_are(tmp_path: Path):
+def test_bytes_are_written_unchanged(tmp_path: Path):
     write_atomic(tmp_path / "a", b"\x00\xff")
     assert (tmp_path / "a").read_bytes() == b"\x00\xff"
 
 
-def test_a_reader_that_holds_the_old_file_keeps_the_old_content(tmp_path: Path):
+def test_open_reader_keeps_the_old_content_after_a_replacement(tmp_path: Path):
     path = tmp_path / "a"
     write_atomic(path, "old")
     with path.open() as reader:
@@ -86,7 +84,7 @@ def test_a_reader_that_holds_the_old_file_keeps_the_old_content(tmp_path: Path):
     assert path.read_text() == "new, and longer"
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_temporary(tmp_path: Path):
+def test_failed_write_keeps_the_old_file_and_leaves_no_temporary(tmp_path: Path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "kept").write_text("x")
     with pytest.raises(InputError, match="is a folder"):
@@ -133,7 +131,7 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_nothing_but_a_regular_file_is_ever_replaced_or_appended_to(short_path: Path, kind: str):
+def test_only_regular_files_are_replaced_or_appended_to(short_path: Path, kind: str):
     path = short_path / "target"
     SPECIAL[kind](path)
     before = os.lstat(path)
@@ -147,7 +145,7 @@ def test_nothing_but_a_regular_file_is_ever_replaced_or_appended_to(short_path: 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind != "link"])
-def test_nothing_but_a_regular_file_is_read_and_nobody_waits_for_a_writer(short_path: Path, kind: str):
+def test_only_regular_files_are_read_and_a_pipe_does_not_block(short_path: Path, kind: str):
     path = short_path / "source"
     SPECIAL[kind](path)
     for read in (read_json, read_json_lines, read_text):
@@ -155,7 +153,7 @@ def test_nothing_but_a_regular_file_is_read_and_nobody_waits_for_a_writer(short_
             read(path)
 
 
-def test_a_link_is_read_unless_it_might_lead_out_of_a_folder(tmp_path: Path):
+def test_link_is_read_unless_it_could_lead_outside_a_folder(tmp_path: Path):
     (tmp_path / "a.json").write_text("{}")
     (tmp_path / "link").symlink_to(tmp_path / "a.json")
     assert read_json(tmp_path / "link") == {}
@@ -163,8 +161,8 @@ def test_a_link_is_read_unless_it_might_lead_out_of_a_folder(tmp_path: Path):
         read_json(tmp_path / "link", follow=False)
 
 
-def test_bytes_are_counted_while_they_are_read(tmp_path: Path):
-    # Its size is said to be 0.
+def test_size_limit_is_enforced_while_reading(tmp_path: Path):
+    # The system reports a size of 0.
     endless = Path("/proc/self/maps")
     if endless.is_file():
         with pytest.raises(InputError, match="the file is larger than 10 bytes"):
@@ -176,13 +174,13 @@ def test_bytes_are_counted_while_they_are_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "missing/file", "a/b"])
-def test_a_path_that_cannot_be_is_an_input_error_when_read(tmp_path: Path, name: str):
+def test_impossible_path_is_an_input_error(tmp_path: Path, name: str):
     (tmp_path / "a").write_text("")
     with pytest.raises(InputError, match="cannot be read"):
         read_text(tmp_path / name)
 
 
-def test_a_torn_last_line_is_dropped_and_a_damaged_one_is_named(tmp_path: Path):
+def test_torn_last_line_is_dropped_and_damaged_lines_are_named(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": "\\u2028"}\n{"a": 3')
     assert read_json_lines(path) == [{"a": 1}, {"a": "\u2028"}]
@@ -192,18 +190,18 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "/etc/hosts", "a/../../x", "", ".", "a\0b", "\0"])
-def test_a_path_out_of_a_folder_is_refused(tmp_path: Path, name: str):
+def test_path_outside_a_folder_is_rejected(tmp_path: Path, name: str):
     with pytest.raises(InputError, match="lies outside"):
         inside(tmp_path, name)
 
 
-def test_a_path_within_a_folder_is_found_relative_and_absolute(tmp_path: Path):
+def test_relative_and_absolute_paths_within_a_folder_are_found(tmp_path: Path):
     assert inside(tmp_path, "a/b") == tmp_path / "a" / "b"
     assert inside(tmp_path, str(tmp_path / "a")) == tmp_path / "a"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind != "folder"])
-def test_a_folder_with_anything_but_files_and_folders_is_not_plain(short_path: Path, kind: str):
+def test_folder_with_special_files_is_not_plain(short_path: Path, kind: str):
     folder = short_path / "run"
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "a").write_text("x")
@@ -219,7 +217,7 @@ def test_writing_into_a_missing_folder_is_an_os_error(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-def test_numbers_that_json_does_not_have_are_not_written(tmp_path: Path, number: float):
+def test_numbers_that_json_lacks_are_not_written(tmp_path: Path, number: float):
     write_json(tmp_path / "a.json", {"x": 1})
     with pytest.raises(ValueError, match="Out of range float values are not JSON compliant"):
         write_json(tmp_path / "a.json", {"x": number})
@@ -228,7 +226,7 @@ def test_numbers_that_json_does_not_have_are_not_written(tmp_path: Path, number:
     assert read_json(tmp_path / "a.json") == {"x": 1}
 
 
-def test_records_are_appended_one_a_line(tmp_path: Path):
+def test_records_are_appended_one_per_line(tmp_path: Path):
     for index in range(3):
         append_json_line(tmp_path / "a.jsonl", {"index": index, "text": "two\nlines"})
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
@@ -236,7 +234,7 @@ def test_records_are_appended_one_a_line(tmp_path: Path):
 
 
 @pytest.mark.parametrize("whole", [b"", b'{"index": 0}\n'])
-def test_a_line_that_was_cut_off_makes_room_for_the_next_record(tmp_path: Path, whole: bytes):
+def test_record_is_appended_after_a_torn_line(tmp_path: Path, whole: bytes):
     path = tmp_path / "a.jsonl"
     path.write_bytes(whole + b'{"index": 1, "te')
     append_json_line(path, {"index": 1})
@@ -266,14 +264,14 @@ def test_a_line_that_was_cut_off_makes_room_for_the_next_record(tmp_path: Path, 
         ("\ufeff{}", r"is not JSON"),
     ],
 )
-def test_what_is_not_strict_json_is_refused_in_one_line_that_names_the_place(text: str, message: str):
+def test_invalid_json_is_rejected_in_one_line_with_its_position(text: str, message: str):
     with pytest.raises(InputError, match=message) as raised:
         parse_json(text, where="plan.json")
     assert str(raised.value).startswith("plan.json: ")
     assert "\n" not in str(raised.value)
 
 
-def test_a_file_that_is_missing_a_folder_not_text_or_too_large_is_refused_by_name(tmp_path: Path):
+def test_missing_folder_binary_and_oversized_files_are_rejected_by_name(tmp_path: Path):
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "large.json").write_text('{"a": "' + "x" * 100 + '"}')
     for name, message in (
@@ -288,7 +286,7 @@ def test_a_file_that_is_missing_a_folder_not_text_or_too_large_is_refused_by_nam
 
 
 @given(st.text(max_size=40))
-def test_any_text_is_parsed_or_refused_with_one_input_error(text: str):
+def test_any_text_parses_or_gives_one_input_error(text: str):
     try:
         document = parse_json(text, where="x")
     except InputError:
@@ -296,7 +294,7 @@ def test_any_text_is_parsed_or_refused_with_one_input_error(text: str):
     assert isinstance(document, dict)
 
 
-def test_the_first_unknown_key_is_named_with_the_known_ones():
+def test_first_unknown_key_is_named_with_the_known_ones():
     with pytest.raises(InputError, match=r"^here: unknown key 'c' \(allowed: a, b\)$"):
         refuse_unknown_keys({"a": 1, "d": 1, "c": 1}, frozenset({"b", "a"}), where="here")
     refuse_unknown_keys({"a": 1}, frozenset({"a", "b"}), where="here")

@@ -1,4 +1,4 @@
-"""An attached run's log arrives in MLflow, from a process of its own, and not one bit of the run changes by it."""
+"""Tests of sending an attached run's log to MLflow from a separate process, which leaves the run bit-identical."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOLLOWED = Settings(mlflow=True)
 
 
 class OfAFramework(Attaches):
-    """Attach as the callbacks do, without a framework."""
+    """An attachment as the callbacks make it, without a framework."""
 
     framework = "no framework"
 
@@ -37,7 +37,7 @@ class OfAFramework(Attaches):
         return self._attach(model, optimizer, total_steps=3, accumulation_steps=1, is_first=is_first)
 
 
-def test_of_several_processes_the_first_alone_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_of_several_processes_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[Path] = []
     monkeypatch.setattr(attach_module, "follow", followed.append)
     for is_first in (True, False):
@@ -47,12 +47,12 @@ def test_of_several_processes_the_first_alone_sends(tmp_path: Path, monkeypatch:
     assert len(followed) == 1
 
 
-def test_mlflow_without_a_folder_for_the_log_is_refused() -> None:
+def test_mlflow_without_a_log_folder_is_rejected() -> None:
     with pytest.raises(AttachError, match="runs_dir is None"):
         train(deep_gpt, token_batches, gpt_loss, 1, settings=FOLLOWED)
 
 
-def test_a_process_that_cannot_be_started_costs_a_warning(
+def test_sender_process_that_cannot_start_causes_only_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
@@ -61,7 +61,7 @@ def test_a_process_that_cannot_be_started_costs_a_warning(
 
 
 def train_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
-    """Train with a log that is followed, and wait until its last record is there."""
+    """Train with a followed log, and wait for its last record."""
     attach = autotune.attach
     monkeypatch.setattr(autotune, "attach", lambda *a, **k: attach(*a, **{**k, "runs_dir": folder}))
     attaching = {"policy": Wanders(), "memory_budget_bytes": 10**9, "limits": RESTLESS, "settings": FOLLOWED}
@@ -73,7 +73,7 @@ def train_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
 
 
 @pytest.mark.slow
-def test_a_followed_run_is_bit_identical_and_all_that_a_dead_server_refused_is_kept(
+def test_followed_run_is_bit_identical_and_keeps_records_that_a_dead_server_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
@@ -92,7 +92,7 @@ def test_a_followed_run_is_bit_identical_and_all_that_a_dead_server_refused_is_k
 
 
 @pytest.mark.slow
-def test_the_log_arrives_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_arrives_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'tracked.db'}")
     folder = train_followed(tmp_path / "runs", monkeypatch).tuner.folder
     events = [json.loads(row) for row in (folder / "decisions.jsonl").read_text().splitlines()]
@@ -105,19 +105,17 @@ def test_the_log_arrives_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run.data.metrics["pressure"] == decided[-1]["predicted"]["peak_bytes"] / 10**9
 
 
-def test_the_log_of_a_run_that_was_killed_is_sent_and_its_run_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_of_a_killed_run_is_sent_and_marked_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     (tmp_path / "decisions.jsonl").write_text('{"event": "attached", "step": 0, "model": "net"}\n')
-    # No child of ours: the process that wrote the log is gone.
+    # The sender is not our child: the process that wrote the log is gone.
     follow_log(tmp_path, process=-1, poll_s=0.0)
     rows = [json.loads(row) for row in (tmp_path / SPOOL).read_text().splitlines()]
     assert [row["values"].get("model") for row in rows if row["kind"] == "params"] == ["net"]
     assert rows[-1]["values"] == {"status": "FAILED"}
 
 
-def test_a_log_is_read_as_it_grows_and_torn_or_damaged_lines_are_left_out(tmp_path: Path) -> None:
+def test_growing_log_is_read_without_torn_or_damaged_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     reader = LogReader(path)
     assert reader.read() == []
@@ -129,9 +127,7 @@ def test_a_log_is_read_as_it_grows_and_torn_or_damaged_lines_are_left_out(tmp_pa
     assert reader.read() == []
 
 
-def test_of_many_decisions_in_one_look_the_latest_are_sent_and_all_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latest_decisions_are_sent_and_all_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     decision = {
         "event": "decision",

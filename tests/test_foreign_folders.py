@@ -1,4 +1,4 @@
-"""A stranger's folder is data: nothing in it runs, connects, is sent, or leads a reader or a writer out of it."""
+"""Tests of a stranger's run folder: it runs nothing, connects to nothing and leads to no file outside."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autotune.records.tracking import DATABASE, send_pending
 from autotune.records.tracking_spool import CURSOR, SPOOL
 
 JOB = Path(tiny_job.__file__)
-# Runs when it is loaded, and says so.
+# Code that leaves a mark when it is loaded.
 HOSTILE = """
 from pathlib import Path
 Path(__file__).with_name("it-ran").write_text("x")
@@ -37,7 +37,7 @@ job = None
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run directory of a tuning that lacks its last document, as a kill leaves it."""
+    """Return the run directory of a tuning without its last document, as a kill leaves it."""
     runs = tmp_path_factory.mktemp("interrupted")
     folder = Path(autotune.tune(str(JOB), "random", steps=48, memory_budget="90%", runs_dir=runs)["run"])
     (folder / "tuned.json").unlink()
@@ -46,7 +46,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(interrupted: Path, tmp_path: Path) -> Path:
-    """Return a copy of it in a runs folder of its own."""
+    """Return a copy of that run in its own runs folder."""
     return Path(shutil.copytree(interrupted, tmp_path / "runs" / interrupted.name))
 
 
@@ -58,7 +58,7 @@ def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 @contextlib.contextmanager
 def listening() -> Iterator[tuple[int, list[bytes]]]:
-    """Yield a port of this machine, and what anybody sent there."""
+    """Yield a port of this machine, and the data received there."""
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
@@ -82,7 +82,7 @@ def listening() -> Iterator[tuple[int, list[bytes]]]:
 
 
 def in_jobs(reference: str) -> Callable[[dict[str, Any]], object]:
-    """Return what turns a tuning's configuration into one of several jobs."""
+    """Return the changes that turn a tuning's configuration into one of several jobs."""
 
     def edit(config: dict[str, Any]) -> None:
         config.clear()
@@ -95,7 +95,7 @@ def in_jobs(reference: str) -> Callable[[dict[str, Any]], object]:
     "reference", ["{folder}/notes.py:job", "notes:job", "os:abort", "charlm:main", "{folder}/notes.py"]
 )
 @pytest.mark.parametrize("several", [False, True])
-def test_no_code_is_loaded_on_the_word_of_a_run(
+def test_foreign_run_folder_loads_no_code(
     run: Path, reference: str, several: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "notes.py").write_text(HOSTILE)
@@ -113,16 +113,16 @@ def test_no_code_is_loaded_on_the_word_of_a_run(
     assert "notes" not in set(sys.modules) - before
 
 
-def test_code_that_the_caller_names_is_loaded(run: Path) -> None:
+def test_code_named_by_the_caller_is_loaded(run: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is code"):
         commands.resume(run)
     found = commands.resume(run, job=str(JOB))
     assert found["run"] == str(run)
-    # Finished, it is a document, for which nothing is loaded.
+    # A finished run is only a document, for which nothing is loaded.
     assert commands.resume(run) == found
 
 
-def test_no_database_and_no_cluster_is_reached_on_the_word_of_a_run(
+def test_foreign_run_folder_opens_no_database_or_cluster_connection(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PGPASSWORD", "not for strangers")
@@ -141,7 +141,7 @@ def test_no_database_and_no_cluster_is_reached_on_the_word_of_a_run(
     assert heard == []
 
 
-def test_no_file_outside_is_opened_on_the_word_of_a_run(
+def test_foreign_run_folder_opens_no_outside_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipe = tmp_path / "pipe.json"
@@ -168,7 +168,7 @@ def test_no_file_outside_is_opened_on_the_word_of_a_run(
     ):
         folder = Path(shutil.copytree(run, run.parent / str(number)))
         change(folder / "config.json", edit)
-        # Whoever opened the pipe would wait for its writer.
+        # Opening the pipe would block until a writer opens it.
         assert run_command(["resume", str(folder), "--job", str(JOB)]) == 2
         assert said in capsys.readouterr().err
 
@@ -180,7 +180,7 @@ def test_no_file_outside_is_opened_on_the_word_of_a_run(
     "name", ["journal.jsonl", "plan.json", "report.html", "policy", "figures", "tuned.json", "x/y"]
 )
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
-def test_a_folder_with_links_or_pipes_is_refused_before_anything_is_read_or_written(
+def test_folder_with_links_or_pipes_is_rejected_before_anything_is_read_or_written(
     run: Path, name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = tmp_path / "kept"
@@ -210,7 +210,7 @@ def test_a_folder_with_links_or_pipes_is_refused_before_anything_is_read_or_writ
 
 
 def spooled(runs: Path, artifact: str) -> Path:
-    """Return a run directory whose records ask for a file to be sent."""
+    """Return a run directory whose records name a file to be sent."""
     folder = runs / "20260101T000000Z-tune-foreign-abcdef"
     folder.mkdir(parents=True)
     (folder / "own.txt").write_text("own")
@@ -225,7 +225,7 @@ def spooled(runs: Path, artifact: str) -> Path:
 
 
 @pytest.mark.parametrize("form", ["absolute", "relative", "linked folder"])
-def test_a_foreign_folder_sends_only_what_lies_in_it(
+def test_foreign_folder_sends_only_its_own_files(
     form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -239,7 +239,7 @@ def test_a_foreign_folder_sends_only_what_lies_in_it(
     sent = send_pending(runs)
     arrived = [path.name for path in (runs / "artifacts").rglob("*") if path.is_file()]
     if form == "linked folder":
-        # A folder with a link in it is none that a command wrote.
+        # No command writes a folder with a link in it.
         assert (sent, arrived) == (0, [])
         assert "is a link" in caplog.text
     else:
@@ -257,7 +257,7 @@ def test_a_foreign_folder_sends_only_what_lies_in_it(
         lambda folder: (folder / "x").symlink_to("/"),
     ],
 )
-def test_a_damaged_folder_beside_it_is_named_once_and_disturbs_no_command(
+def test_damaged_neighbour_folder_is_reported_once_and_blocks_no_command(
     damage: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(spooled(tmp_path, "own.txt"))
@@ -269,7 +269,7 @@ def test_a_damaged_folder_beside_it_is_named_once_and_disturbs_no_command(
     assert (tmp_path / DATABASE).is_file()
 
 
-def test_a_record_that_is_damaged_is_left_out_and_the_others_are_sent(tmp_path: Path) -> None:
+def test_damaged_record_is_skipped_and_the_others_are_sent(tmp_path: Path) -> None:
     folder = spooled(tmp_path, "own.txt")
     rows = (folder / SPOOL).read_text().splitlines()
     odd = ['{"kind": "begin"}', "[]", "null", '{"kind": "end", "run": 3, "values": {}}', "\x00", '{"kind": ["end"]}']
@@ -282,7 +282,7 @@ def test_a_record_that_is_damaged_is_left_out_and_the_others_are_sent(tmp_path: 
 # --------------------------------------------------------------------------------------------------------- one writer
 
 
-def test_a_run_has_one_writer_who_is_named(run: Path) -> None:
+def test_run_has_one_writer_and_errors_name_it(run: Path) -> None:
     with WriterLock(run):
         with pytest.raises(RunLockedError, match=rf"is being written by process {os.getpid()} on "):
             commands.resume(run, job=str(JOB))
@@ -292,7 +292,7 @@ def test_a_run_has_one_writer_who_is_named(run: Path) -> None:
         pass
 
 
-def test_a_lock_ends_with_its_holder_even_where_that_had_forked(tmp_path: Path) -> None:
+def test_lock_ends_with_its_holder_even_after_a_fork(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from pathlib import Path
@@ -304,7 +304,7 @@ time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as holder:
         assert holder.stdout is not None
-        # Each of the two has begun.
+        # Both have begun.
         assert {holder.stdout.readline() for _ in range(2)} == {b"held\n", b"forked\n"}
         with pytest.raises(RunLockedError, match=f"process {holder.pid}"):
             WriterLock(tmp_path)
@@ -312,16 +312,16 @@ time.sleep(60)
         holder.kill()
         holder.wait()
         with WriterLock(tmp_path):
-            # What the killed writer left half written is gone.
+            # The half-written file of the killed writer is gone.
             assert [path.name for path in tmp_path.iterdir()] == [".writer"]
         os.killpg(holder.pid, 9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", range(int(os.environ.get("PAIRS", "3"))))
-def test_of_two_resumes_at_once_one_completes_and_one_is_refused(run: Path, pair: int) -> None:
+def test_one_of_two_concurrent_resumes_is_rejected(run: Path, pair: int) -> None:
     rows = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    # Some windows are left to measure, so that both are busy at once.
+    # Some windows remain to be measured, so that both are busy at the same time.
     (run / "journal.jsonl").write_bytes(b"".join(rows[: len(rows) // 2]))
     trials = (run / "trials.jsonl").read_bytes().splitlines(keepends=True)
     (run / "trials.jsonl").write_bytes(b"".join(trials[: max(len(rows) // 2 - 2, 0)]))
@@ -344,7 +344,7 @@ def test_of_two_resumes_at_once_one_completes_and_one_is_refused(run: Path, pair
 # ------------------------------------------------------------------------------------------------- limits and speed
 
 
-def test_a_plan_without_end_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+def test_oversized_plan_is_rejected_before_parsing(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     with path.open("w") as file:
         file.write('{"version": 1, "accumulation_steps": 1, "precision": {')

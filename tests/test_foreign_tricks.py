@@ -1,4 +1,4 @@
-"""Tricks of a stranger's folder that no single document shows: journals, links, nesting, values left out."""
+"""Tests of attacks by a run folder that no single document shows: journals, links, nesting and omitted values."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from autotune.report.sheets import _as_csv
 from autotune.simulator.random_jobs import Shape, draw_profile
 
 PLAN: dict[str, Any] = {"version": 1, "accumulation_steps": 1, "precision": {}, "storage": {}}
-# Folders in each other, more than Python calls functions in each other.
+# More nested folders than Python's recursion limit.
 DEEP = 1100
 
 
 def rigged(database: Path, victim: Path) -> None:
-    """Make a database with the journal of a transaction over several, which names a file as the second journal."""
+    """Make a database with the journal of a multi-database transaction that names a file as super-journal."""
     with sqlite3.connect(database) as made:
         made.execute("create table t (x)")
     made.close()
@@ -47,7 +47,7 @@ def rigged(database: Path, victim: Path) -> None:
     database.with_name(f"{database.name}-journal").write_bytes(head.ljust(512, b"\0") + tail)
 
 
-def test_the_trick_deletes_a_file_where_nobody_looks_at_the_journal(tmp_path: Path) -> None:
+def test_hot_journal_attack_works_on_plain_sqlite(tmp_path: Path) -> None:
     victim = tmp_path / "precious"
     victim.write_text("x")
     rigged(tmp_path / "some.db", victim)
@@ -57,7 +57,7 @@ def test_the_trick_deletes_a_file_where_nobody_looks_at_the_journal(tmp_path: Pa
     assert not victim.exists()
 
 
-def test_a_study_s_journal_deletes_no_file_elsewhere(tmp_path: Path) -> None:
+def test_journal_of_a_study_deletes_no_outside_file(tmp_path: Path) -> None:
     run, victim = tmp_path / "run", tmp_path / "precious"
     run.mkdir()
     victim.write_text("x")
@@ -67,7 +67,7 @@ def test_a_study_s_journal_deletes_no_file_elsewhere(tmp_path: Path) -> None:
     assert victim.read_text() == "x"
 
 
-def test_the_journal_of_a_tracking_database_deletes_no_file_elsewhere(tmp_path: Path) -> None:
+def test_journal_of_a_tracking_database_deletes_no_outside_file(tmp_path: Path) -> None:
     run, victim = tmp_path / "runs" / "run", tmp_path / "precious"
     run.mkdir(parents=True)
     victim.write_text("x")
@@ -77,7 +77,7 @@ def test_the_journal_of_a_tracking_database_deletes_no_file_elsewhere(tmp_path: 
 
 
 @pytest.mark.parametrize("name", [DATABASE, f".{DATABASE}.lock"])
-def test_links_in_place_of_a_tracking_database_lead_nowhere(tmp_path: Path, name: str) -> None:
+def test_links_in_place_of_a_tracking_database_are_not_followed(tmp_path: Path, name: str) -> None:
     run, victim = tmp_path / "runs" / "run", tmp_path / "precious"
     run.mkdir(parents=True)
     victim.write_bytes(b"")
@@ -90,7 +90,7 @@ def test_links_in_place_of_a_tracking_database_lead_nowhere(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("place", ["http://127.0.0.1:9/grab", "elsewhere"])
-def test_artifacts_stay_in_the_runs_folder_whatever_its_database_says(tmp_path: Path, place: str) -> None:
+def test_artifacts_stay_in_the_run_folder_whatever_its_database_contains(tmp_path: Path, place: str) -> None:
     from mlflow import MlflowClient
 
     run, elsewhere = tmp_path / "runs" / "run", tmp_path / "elsewhere"
@@ -102,11 +102,11 @@ def test_artifacts_stay_in_the_runs_folder_whatever_its_database_says(tmp_path: 
     tracker.artifact(run / "plan.json")
     tracker.close()
     assert not elsewhere.exists()
-    # What is left out keeps nothing else from being sent.
+    # Skipped records do not block others.
     assert json.loads((run / CURSOR).read_text())["sent"] == 3
 
 
-def test_artifacts_are_copied_over_no_link(tmp_path: Path) -> None:
+def test_artifacts_never_overwrite_a_link(tmp_path: Path) -> None:
     run, victim = tmp_path / "runs" / "run", tmp_path / "precious"
     run.mkdir(parents=True)
     victim.write_text("x")
@@ -123,19 +123,19 @@ def test_artifacts_are_copied_over_no_link(tmp_path: Path) -> None:
     assert victim.read_text() == "x"
 
 
-def test_a_record_that_a_server_refuses_stops_no_other_run(tmp_path: Path) -> None:
+def test_record_rejected_by_the_server_blocks_no_other_run(tmp_path: Path) -> None:
     begin = {"kind": "begin", "run": "run-1", "step": 0, "values": {"name": "n", "parent": None}}
     twice = [{"kind": "params", "run": "run-1", "step": 0, "values": {"x": value}} for value in "12"]
     for name, rows in (("1-refused", [begin, *twice]), ("2-gone", [begin, twice[0]]), ("3-fine", [begin])):
         (tmp_path / name).mkdir()
         (tmp_path / name / SPOOL).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    # What a server called a run that it no longer has, or never had.
+    # A server's identifier of a run that it no longer has, or never had.
     (tmp_path / "2-gone" / CURSOR).write_text(json.dumps({"sent": 1, "ids": {"run-1": "0" * 32}}))
     assert send_pending(tmp_path) == 5
     assert send_pending(tmp_path) == 0
 
 
-def test_folders_that_are_nested_without_end_are_looked_through(tmp_path: Path) -> None:
+def test_deeply_nested_folders_are_searched(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text("{}")
@@ -153,11 +153,11 @@ def test_folders_that_are_nested_without_end_are_looked_through(tmp_path: Path) 
             RunDirectory.open(run)
         assert send_pending(tmp_path) == 0
     finally:
-        # Python itself cannot remove what is nested so deep.
+        # Python itself cannot remove folders nested this deep.
         subprocess.run(["rm", "-r", str(run / "a")], check=True)
 
 
-def test_a_folder_called_like_a_temporary_file_keeps_nobody_from_writing(tmp_path: Path) -> None:
+def test_folder_named_like_a_temporary_file_blocks_no_write(tmp_path: Path) -> None:
     (tmp_path / ".autotune-x.tmp").mkdir()
     (tmp_path / ".autotune-y.tmp").write_text("left by a kill")
     WriterLock(tmp_path).close()
@@ -174,24 +174,24 @@ def test_a_folder_called_like_a_temporary_file_keeps_nobody_from_writing(tmp_pat
         ("postgresql://host/db?password=first&second", "second"),
     ],
 )
-def test_a_secret_with_a_hash_in_it_is_shown_in_no_part(address: str, secret: str) -> None:
+def test_secret_containing_a_hash_sign_is_fully_hidden(address: str, secret: str) -> None:
     assert secret not in without_secrets(address)
     assert secret not in scrubbed(f"no such server: {address}", address)
 
 
-def test_a_secret_is_taken_out_of_what_a_library_says_with_the_hash_in_it() -> None:
+def test_secret_containing_a_hash_sign_is_removed_from_library_messages() -> None:
     assert "first" not in scrubbed("bad password 'first#second'", "postgresql://host/db?password=first#second")
     assert "second" not in scrubbed("bad password 'first#second'", "postgresql://host/db?password=first#second")
     assert "token" not in scrubbed("no user 'token#rest'", "http://token#rest@host")
 
 
-def test_an_index_of_profiles_leads_to_no_file_outside(tmp_path: Path) -> None:
+def test_profile_index_leads_to_no_outside_file(tmp_path: Path) -> None:
     assert _is_source(tmp_path / "job.py", [tmp_path])
     assert not _is_source(tmp_path / ".." / "other" / "job.py", [tmp_path])
 
 
 @pytest.mark.parametrize("row", [{}, {"method": "x", "plan": PLAN, "measurement": {}}])
-def test_trials_that_no_search_wrote_are_refused_before_a_plan_is_explained_by_them(
+def test_forged_trials_are_rejected_before_they_explain_a_plan(
     tmp_path: Path, row: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "trials.jsonl").write_text(json.dumps(row) + "\n")
@@ -220,7 +220,7 @@ DETACHED: dict[str, Any] = {"event": "detached", "step": 9, "reason": "x"}
         ({"baseline": {"storage": 5}}, {}, {}),
     ],
 )
-def test_a_decision_log_that_is_taken_is_reported(
+def test_accepted_decision_log_can_be_reported_and_watched(
     tmp_path: Path, first: dict[str, Any], profiled: dict[str, Any], last: dict[str, Any]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -231,19 +231,19 @@ def test_a_decision_log_that_is_taken_is_reported(
         assert run_command([command, str(tmp_path)]) == (2 if damaged else 0)
 
 
-def test_a_table_has_a_column_for_what_only_some_rows_hold_and_no_formulas() -> None:
+def test_table_has_columns_for_partial_values_and_no_formulas() -> None:
     text = _as_csv([{"arm": "=HYPERLINK(1)", "x": -1.5}, {"arm": "@sum", "grams": None}])
     assert text.splitlines() == ["arm,x,grams", "'=HYPERLINK(1),-1.5,", "'@sum,,"]
 
 
 def profile() -> dict[str, Any]:
-    """Return a profile as it is read from a file."""
+    """Return the JSON document of a profile."""
     made = draw_profile(np.random.default_rng(0), Shape()).to_json()
     found: dict[str, Any] = json.loads(json.dumps(made))
     return found
 
 
-def test_a_profile_whose_unit_has_other_choices_when_it_is_called_again_is_refused() -> None:
+def test_profile_with_inconsistent_choices_per_unit_is_rejected() -> None:
     document = profile()
     for table in document["tables"]:
         segment = next(one for one in table["segments"] if one["unit"])
@@ -254,7 +254,7 @@ def test_a_profile_whose_unit_has_other_choices_when_it_is_called_again_is_refus
         Profile.from_json(document)
 
 
-def test_a_small_profile_that_would_fill_the_memory_of_the_solver_is_refused() -> None:
+def test_small_profile_that_would_exhaust_solver_memory_is_rejected() -> None:
     document = profile()
     for table in document["tables"]:
         table["segments"] += [next(one for one in table["segments"] if one["unit"] is None)] * 2000
@@ -264,7 +264,7 @@ def test_a_small_profile_that_would_fill_the_memory_of_the_solver_is_refused() -
         Profile.from_json(document)
 
 
-def test_a_profile_with_sizes_beyond_the_solver_is_one_line() -> None:
+def test_profile_with_sizes_beyond_the_solver_is_one_line() -> None:
     document = profile()
     for table in document["tables"]:
         for segment in table["segments"]:
@@ -274,9 +274,7 @@ def test_a_profile_with_sizes_beyond_the_solver_is_one_line() -> None:
         solve(Profile.from_json(document))
 
 
-def test_a_predicted_time_that_nothing_can_be_divided_by_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predicted_time_too_small_to_divide_by_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     predicted = {"seconds": 5e-324, "peak_bytes": 0.0, "gain": None}
     decision = {"event": "decision", "step": 1, "observation": None, "proposal": PLAN, "rules": {}, "applied": True}
     seen = {"seconds_per_step": 1e12, "peak_bytes": 1.0}

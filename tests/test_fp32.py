@@ -1,4 +1,4 @@
-"""How products of fp32 numbers are computed: chosen for one run, put back, and named beside what it made."""
+"""Tests of the choice of fp32 arithmetic: set for one run, restored afterwards and named in results."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ without_tf32 = pytest.mark.skipif(has_tf32("cuda"), reason="there is a GPU with 
 
 
 def switches() -> list[object]:
-    """Return what torch would compute with on a GPU, by its older and its newer switches."""
+    """Return torch's fp32 settings for a GPU, by its older and its newer switches."""
     cudnn: Any = torch.backends.cudnn
     newer = [torch.backends.cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
     return [*newer, torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()]
 
 
 @pytest.mark.parametrize("choice", ["fp32", "tf32"])
-def test_both_kinds_of_products_are_computed_as_chosen_and_every_switch_of_torch_can_be_read(choice: str) -> None:
+def test_products_and_convolutions_use_the_chosen_arithmetic_and_all_torch_switches_are_readable(choice: str) -> None:
     before = switches()
     with fp32_computed_in(choice):
         assert fp32_arithmetic("cuda") == {"matrix products": choice, "convolutions": choice}
@@ -48,7 +48,7 @@ def test_both_kinds_of_products_are_computed_as_chosen_and_every_switch_of_torch
     assert switches() == before
 
 
-def test_the_settings_are_put_back_after_an_exception_and_nothing_is_changed_without_a_choice() -> None:
+def test_settings_are_restored_after_an_exception_and_unchanged_without_a_choice() -> None:
     before = switches()
     with pytest.raises(ValueError, match="in the body"), fp32_computed_in("tf32"):
         raise ValueError("in the body")
@@ -58,7 +58,7 @@ def test_the_settings_are_put_back_after_an_exception_and_nothing_is_changed_wit
 
 
 @pytest.mark.parametrize("chosen", ["tf32", "ieee"])
-def test_what_the_user_chose_before_is_chosen_after(chosen: str) -> None:
+def test_earlier_user_choice_is_restored(chosen: str) -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:
@@ -71,7 +71,7 @@ def test_what_the_user_chose_before_is_chosen_after(chosen: str) -> None:
     assert fp32_arithmetic("cuda")["matrix products"] == "fp32"
 
 
-def test_an_engine_computes_as_its_job_was_launched_to_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_uses_the_arithmetic_of_its_own_job_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "has_tf32", lambda _device: True)
     seen: list[dict[str, str]] = []
 
@@ -99,7 +99,7 @@ def test_an_engine_computes_as_its_job_was_launched_to_and_no_other_does(monkeyp
         ["compare", "charlm", "digits", "--arms", "uniform-bf16,baseline+tf32"],
     ],
 )
-def test_a_device_without_tf32_is_named_in_one_line(
+def test_device_without_tf32_is_named_in_one_line(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*command, "--runs-dir", str(tmp_path / "runs")]) == 2
@@ -110,7 +110,7 @@ def test_a_device_without_tf32_is_named_in_one_line(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_plan_is_read_with_and_without_the_choice() -> None:
+def test_plan_is_read_with_and_without_an_arithmetic() -> None:
     plan = Plan(launch=Launch(fp32="tf32"))
     document = json.loads(json.dumps(plan.to_json()))
     assert Plan.from_json(document) == plan
@@ -120,7 +120,7 @@ def test_a_plan_is_read_with_and_without_the_choice() -> None:
         Plan.from_json({**document, "launch": {"fp32": "bf16"}})
 
 
-def test_a_comparison_names_how_its_baseline_computes_on_an_accelerator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_accelerator_comparisons_name_the_arithmetic_of_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     job = tiny_job.make(max_steps=20)
     arms = [
         Arm(name=name, policy=lambda space: StaticPolicy("baseline", space.baseline())) for name in ("baseline", "twin")
@@ -143,11 +143,11 @@ def test_a_comparison_names_how_its_baseline_computes_on_an_accelerator_alone(mo
         validated(Comparison, json.loads(json.dumps({**found, "fp32": {"all": "tf32"}})), where="it", version=1)
 
 
-def test_one_kind_of_arithmetic_is_one_word() -> None:
+def test_uniform_arithmetic_is_shown_as_one_word() -> None:
     assert arithmetic_shown({"matrix products": "tf32", "convolutions": "tf32"}) == "tf32"
 
 
-def test_a_table_whose_baseline_is_fp32_has_one_in_tf32_beside_it_where_the_device_has_it(
+def test_reproduced_table_adds_a_tf32_baseline_if_the_device_supports_tf32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     experiment = experiments_of("cpu")[CONVOLUTION]

@@ -1,4 +1,4 @@
-"""Goodput: what a sample is worth at a batch size."""
+"""Tests of goodput: the progress per sample at a batch size."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ positive = st.floats(1e-2, 1e5)
 
 
 @given(positive, st.floats(0, 1e6))
-def test_the_reference_batch_has_efficiency_1(batch, noise_scale):
+def test_reference_batch_has_efficiency_1(batch, noise_scale):
     assert efficiency(batch, noise_scale, batch) == 1
 
 
 @given(positive, positive, st.floats(0, 1e6), positive)
-def test_efficiency_never_rises_with_the_batch_and_lies_above_0(first, second, noise_scale, reference):
+def test_efficiency_is_positive_and_never_rises_with_the_batch(first, second, noise_scale, reference):
     small, large = sorted((first, second))
     assert efficiency(small, noise_scale, reference) >= efficiency(large, noise_scale, reference) > 0
 
 
 @given(positive, st.floats(1, 1e3), st.floats(0, 1e5), st.floats(0, 1e5))
-def test_more_noise_makes_a_larger_batch_worth_more(reference, factor, first, second):
+def test_more_noise_raises_the_value_of_a_larger_batch(reference, factor, first, second):
     calm, noisy = sorted((first, second))
     batch = reference * factor
     assert efficiency(batch, noisy, reference) >= efficiency(batch, calm, reference) * (1 - 1e-12)
 
 
-def test_without_noise_twice_the_batch_is_worth_half():
+def test_doubling_the_batch_halves_efficiency_without_noise():
     assert efficiency(128, 0.0, 64) == 0.5
 
 

@@ -1,4 +1,4 @@
-"""What low precision does to a gradient, and the noise scale against a careful estimate."""
+"""Tests of the gradient error of low precision, and of the noise scale against a careful estimate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def engine_of(**changes: object) -> TorchEngine:
     return engine
 
 
-def test_the_gradient_under_a_plan_repeats_and_leaves_training_alone() -> None:
+def test_gradient_under_a_plan_is_repeatable_and_leaves_training_unchanged() -> None:
     engine, untouched = engine_of(), engine_of()
     plan = engine.space.baseline()
     first, second = engine.gradient(plan), engine.gradient(plan)
@@ -40,7 +40,7 @@ def test_the_gradient_under_a_plan_repeats_and_leaves_training_alone() -> None:
     assert engine.run(3).loss == untouched.run(3).loss
 
 
-def test_errors_are_small_positive_and_add_up() -> None:
+def test_errors_are_small_positive_and_additive() -> None:
     engine = engine_of()
     errors = squared_errors(engine)
     assert set(errors) == {unit.name for unit in engine.space.units}
@@ -51,11 +51,11 @@ def test_errors_are_small_positive_and_add_up() -> None:
     lowered = engine.gradient(engine.space.plan(accumulation_steps=1, precision=BF16))
     size = sum(float(gradient.double().square().sum()) for gradient in exact)
     whole = sum(float((two.double() - one.double()).square().sum()) for one, two in zip(exact, lowered, strict=True))
-    # Rounding errors of different units are nearly independent; at this width, to a factor of a few.
+    # Rounding errors of different units are nearly independent, at this width up to a factor of a few.
     assert 0.2 < (whole / size) / sum(singles) < 5
 
 
-def test_a_convergence_model_of_a_real_job_describes_its_runs(tmp_path: Path) -> None:
+def test_convergence_model_of_a_real_job_describes_its_runs(tmp_path: Path) -> None:
     job = gpt_job(max_steps=60, target=1.0)
     model = measure_convergence(job)
     assert model.runs == 2
@@ -78,7 +78,7 @@ def test_runs_of_an_adaptive_job_differ_in_k() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("trained", [8, 40])
-def test_the_noise_scale_of_charlm_is_that_of_a_careful_estimate_at_frozen_weights(trained: int) -> None:
+def test_noise_scale_of_charlm_matches_a_careful_estimate_at_frozen_weights(trained: int) -> None:
     job = load_job("charlm")
     teacher = TorchEngine(job, options=EngineOptions(meter_memory=False, statistics_every=None))
     teacher.run(trained)

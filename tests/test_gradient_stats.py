@@ -1,4 +1,4 @@
-"""Gradient statistics: what the probe reads off a step, and what the monitor makes of it."""
+"""Tests of gradient statistics: what the probe reads from a step, and what the monitor computes from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batch_of(samples: int, dtype: torch.dtype = torch.float32) -> Any:
 def probed_step(
     model: nn.Module, update: Update, pieces: list[Any], loss: Any = squared_loss
 ) -> tuple[ProbedStep, float, list[float]]:
-    """Return what a probe saw, the norm, and the factors on each micro-batch's gradient."""
+    """Return the probe's sample, the norm, and the factors on each micro-batch's gradient."""
     shares = weights([num_samples(piece) for piece in pieces])
     scale = update.loss_scale
     with GradientProbe(update.parameters) as probe:
@@ -59,7 +59,7 @@ def update_of(model: nn.Module, *, scaled: bool = False) -> Update:
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_the_norms_of_every_micro_batch_and_of_the_whole_are_those_computed_by_hand(model, scaled, k):
+def test_norms_of_micro_batches_and_total_match_manual_computation(model, scaled, k):
     batch = batch_of(7)
     pieces = split(batch, k)
     by_hand = [gradient_squares(model, piece) for piece in pieces]
@@ -78,19 +78,19 @@ def hooks_of(model: nn.Module) -> list[Any]:
     return [parameter._backward_hooks for parameter in model.parameters() if parameter._backward_hooks]
 
 
-def test_the_hooks_are_there_during_the_step_and_gone_afterwards(model):
+def test_hooks_exist_only_during_the_step(model):
     with GradientProbe(list(model.parameters())):
         assert len(hooks_of(model)) == 4
     assert hooks_of(model) == []
 
 
-def test_the_hooks_are_gone_even_if_the_step_raises(model):
+def test_hooks_are_removed_even_if_the_step_raises(model):
     with pytest.raises(KeyError, match="user"), GradientProbe(list(model.parameters())):
         raise KeyError("user")
     assert hooks_of(model) == []
 
 
-def test_a_probed_step_gives_the_same_gradient_bit_for_bit(model):
+def test_probed_step_gives_a_bit_identical_gradient(model):
     pieces = split(batch_of(7), 3)
     plain, update = [], update_of(model)
     for piece, share in zip(pieces, weights([num_samples(piece) for piece in pieces]), strict=True):
@@ -101,7 +101,7 @@ def test_a_probed_step_gives_the_same_gradient_bit_for_bit(model):
     assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), plain, strict=True))
 
 
-def test_a_shared_parameter_has_one_norm_of_its_summed_gradient():
+def test_shared_parameter_has_one_norm_of_its_summed_gradient():
     model = Perceptron()
     model.layers[1].weight = model.layers[0].weight
     batch = batch_of(4)
@@ -111,7 +111,7 @@ def test_a_shared_parameter_has_one_norm_of_its_summed_gradient():
     assert probed.micro[0] == pytest.approx(by_hand, rel=1e-5)
 
 
-def test_a_parameter_that_a_micro_batch_does_not_reach_counts_as_zero_there(model):
+def test_parameter_without_gradient_in_a_micro_batch_counts_as_zero_there(model):
     def loss(model: Any, batch: Any) -> torch.Tensor:
         reached = model.layers[0] if float(batch[0][0, 0]) < 0 else model.layers[1]
         return reached(batch[0]).square().mean()
@@ -122,20 +122,20 @@ def test_a_parameter_that_a_micro_batch_does_not_reach_counts_as_zero_there(mode
     assert [value > 0 for value in probed.micro[1]] == [False, False, True, True]
 
 
-def test_frozen_parameters_and_those_without_gradient_are_left_out(model):
+def test_frozen_parameters_and_those_without_gradient_are_ignored(model):
     model.layers[0].weight.requires_grad_(False)
     loss = lambda model, batch: model.layers[0](batch[0]).square().mean()  # noqa: E731
     probed, _, _ = probed_step(model, update_of(model), [batch_of(2)], loss)
     assert [id(p) for p in probed.parameters] == [id(model.layers[0].bias)]
 
 
-def test_a_step_without_gradients_is_read_as_nothing(model):
+def test_step_without_gradients_gives_no_sample(model):
     with GradientProbe(list(model.parameters())) as probe:
         pass
     assert probe.read() == ProbedStep(parameters=(), sizes=(), micro=(), whole=(), tiny=(), present=())
 
 
-def test_a_model_in_fp64_can_be_probed():
+def test_fp64_model_can_be_probed():
     model = Perceptron().double()
     batch = batch_of(4, torch.float64)
     by_hand = gradient_squares(model, batch)
@@ -150,7 +150,7 @@ SMALLEST = 2.0**-24
 
 
 def underflow_of(values: list[torch.Tensor]) -> tuple[float, ...]:
-    """Return the underflow of parameters whose gradients are these values."""
+    """Return the underflow of parameters with the given gradients."""
     parameters = [nn.Parameter(torch.zeros_like(value)) for value in values]
     with GradientProbe(parameters) as probe:
         probe.next_micro_batch()
@@ -171,12 +171,12 @@ def underflow_of(values: list[torch.Tensor]) -> tuple[float, ...]:
         ([0.0, 0.0], 0.0),
     ],
 )
-def test_the_underflow_is_the_share_of_non_zero_entries_that_fp16_cannot_hold(values, share):
+def test_underflow_is_the_share_of_nonzero_entries_that_fp16_cannot_represent(values, share):
     assert underflow_of([torch.tensor(values)])[0] == pytest.approx(share, rel=1e-6)
 
 
 @given(st.lists(st.floats(-(2.0**-20), 2.0**-20, width=32), min_size=1, max_size=50), st.integers(1, 3))
-def test_the_underflow_of_small_parameters_is_exact_and_kept_apart(values, copies):
+def test_underflow_of_small_parameters_is_exact_and_stored_separately(values, copies):
     tensor = torch.tensor(values)
     magnitudes = tensor.abs()
     expected_some = int((magnitudes > 0).sum())
@@ -188,7 +188,7 @@ def test_the_underflow_of_small_parameters_is_exact_and_kept_apart(values, copie
         assert seen[2 * index + 1] == 0
 
 
-def test_the_underflow_of_a_large_parameter_is_estimated_to_two_digits():
+def test_underflow_of_a_large_parameter_is_estimated_to_two_digits():
     generator = torch.Generator().manual_seed(0)
     values = torch.where(torch.rand(300, 300, generator=generator) < 0.3, SMALLEST / 2, 1.0)
     assert underflow_of([values])[0] == pytest.approx(0.3, abs=0.05)
@@ -206,7 +206,7 @@ def observed(model: nn.Module, k: int, *, scaled: bool = False, samples: int = 8
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_the_statistics_are_those_computed_by_hand(model, scaled):
+def test_statistics_match_manual_computation(model, scaled):
     batch = batch_of(8)
     micro = [sum(gradient_squares(model, piece)) for piece in split(batch, 4)]
     whole = gradient_squares(model, batch)
@@ -222,7 +222,7 @@ def test_the_statistics_are_those_computed_by_hand(model, scaled):
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_the_rms_of_a_unit_is_that_of_its_parameters(model, k):
+def test_unit_rms_is_the_rms_of_its_parameters(model, k):
     whole = gradient_squares(model, batch_of(8))
     per_unit = observed(model, k).state.latest.per_unit
     assert list(per_unit) == ["layers.0", "layers.1"]
@@ -230,7 +230,7 @@ def test_the_rms_of_a_unit_is_that_of_its_parameters(model, k):
         assert unit.rms == pytest.approx(math.sqrt(sum(squares) / 12), rel=1e-5)
 
 
-def test_the_signal_to_noise_of_a_unit_is_that_of_its_own_gradients(model):
+def test_unit_signal_to_noise_uses_only_its_own_gradients(model):
     batch = batch_of(8)
     pieces = [gradient_squares(model, piece) for piece in split(batch, 4)]
     whole = gradient_squares(model, batch)
@@ -242,7 +242,7 @@ def test_the_signal_to_noise_of_a_unit_is_that_of_its_own_gradients(model):
         assert unit.signal_to_noise == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-def test_with_one_micro_batch_noise_and_variance_stay_unknown(model):
+def test_noise_and_variance_are_unknown_with_one_micro_batch(model):
     statistics = observed(model, 1).state.latest
     assert statistics.norm > 0
     assert statistics.noise_scale is None
@@ -251,7 +251,7 @@ def test_with_one_micro_batch_noise_and_variance_stay_unknown(model):
     assert [unit.signal_to_noise for unit in statistics.per_unit.values()] == [None, None]
 
 
-def test_the_variance_of_uneven_micro_batches_is_that_of_the_vectors_by_their_weights(model):
+def test_variance_of_uneven_micro_batches_uses_their_weights(model):
     pieces = split(batch_of(7), 3)
     shares = weights([num_samples(piece) for piece in pieces])
     vectors = []
@@ -265,7 +265,7 @@ def test_the_variance_of_uneven_micro_batches_is_that_of_the_vectors_by_their_we
     assert observed(model, 3, samples=7).state.latest.variance == pytest.approx(direct, rel=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_is_not_learnt_from(model):
+def test_nonfinite_gradient_is_ignored(model):
     monitor = observed(model, 4)
     before = monitor.state.latest, monitor.state.average
     batch = batch_of(8)
@@ -277,7 +277,7 @@ def test_a_gradient_that_is_not_finite_is_not_learnt_from(model):
     assert (monitor.state.latest, monitor.state.average) == before
 
 
-def test_the_noise_scale_ages_by_the_steps_since_it_was_fed(model):
+def test_noise_scale_age_counts_steps_since_the_last_sample(model):
     monitor = observed(model, 4)
     assert [monitor.aged(step).noise_scale_age_steps for step in (5, 6, 15)] == [0, 1, 10]
     pieces = [batch_of(8)]
@@ -290,15 +290,15 @@ def test_the_noise_scale_ages_by_the_steps_since_it_was_fed(model):
     assert monitor.aged(20).noise_scale_age_steps == 15
 
 
-def test_the_age_is_unknown_while_nothing_was_learnt(model):
+def test_age_is_unknown_before_the_first_sample(model):
     monitor = GradientMonitor(model, find_units(model))
     assert monitor.aged(3) is None
     assert observed(model, 1).aged(30).noise_scale_age_steps is None
 
 
-def test_the_underflow_of_a_unit_is_the_share_of_all_its_non_zero_entries():
+def test_unit_underflow_is_the_share_of_all_its_nonzero_entries():
     class Mixed(nn.Module):
-        """Have 4 tiny entries in one parameter, 1 large one among zeros in the other."""
+        """A unit with 4 tiny gradient entries in one parameter, and 1 large one among zeros in the other."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -316,7 +316,7 @@ def test_the_underflow_of_a_unit_is_the_share_of_all_its_non_zero_entries():
     assert monitor.state.latest.per_unit["mixed"].underflow_frac == pytest.approx(4 / 5)
 
 
-def test_a_step_of_one_micro_batch_needs_no_hooks_for_its_statistics(model: Perceptron) -> None:
+def test_step_of_one_micro_batch_needs_no_hooks(model: Perceptron) -> None:
     update, seen = update_of(model, scaled=True), []
     for whole in (False, True):
         monitor = GradientMonitor(model, ())

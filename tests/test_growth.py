@@ -1,4 +1,4 @@
-"""The law by which memory grows with a batch's size is never below what is measured."""
+"""Tests of the law by which memory grows with batch size: it never lies below measured memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def learnt(law: np.polynomial.Polynomial, small: int, large: int) -> Growth:
 
 
 @given(coefficients, coefficients, coefficients, st.integers(100, 1000), st.floats(1.6, 6.0), st.floats(1.0, 2.0))
-def test_any_polynomial_without_negative_coefficients_is_bounded_beyond_the_larger_size(
+def test_any_polynomial_with_nonnegative_coefficients_is_bounded_beyond_the_larger_size(
     constant: float, linear: float, square: float, small: int, ratio: float, further: float
 ) -> None:
     law = np.polynomial.Polynomial([constant * 100, linear, square])
@@ -40,21 +40,21 @@ def test_any_polynomial_without_negative_coefficients_is_bounded_beyond_the_larg
     assert law(large) <= law(small) * (large / small) ** growth.within * 1.001 + 10
 
 
-def test_what_grows_in_proportion_is_told_from_what_grows_faster() -> None:
+def test_proportional_growth_is_distinguished_from_faster_growth() -> None:
     line = np.polynomial.Polynomial([0, 1000])
     assert learnt(line, 100, 400).within == pytest.approx(1.1, abs=0.01)
     assert 1.1 < grown(1.1, learnt(line, 100, 160).beyond) < 1.14
     assert learnt(np.polynomial.Polynomial([0, 0, 10]), 100, 400).within == 2.0
 
 
-def test_the_steepest_part_decides() -> None:
+def test_steepest_part_decides() -> None:
     growth, plan = Growth(), Plan(accumulation_steps=1)
     growth.note(plan, 100, seen(100_000, 10_000))
     growth.note(plan, 200, seen(200_000, 40_000))
     assert (growth.within, growth.beyond) == (2.0, 1.0)
 
 
-def test_sizes_that_are_alike_and_other_plans_tell_nothing() -> None:
+def test_similar_sizes_and_different_plans_give_no_information() -> None:
     growth, plan = Growth(), Plan(accumulation_steps=1)
     growth.note(plan, 100, seen(1000))
     assert not growth.told_by(plan, 120)

@@ -1,4 +1,4 @@
-"""The floors: a file imports from its own floor and from those above it, and heavy packages stay in one file."""
+"""Tests of the import order of folders; heavy packages are imported in one file each."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "autotune"
-# Topics in the order in which they may know each other: each those before it. The second is the root itself.
+# Folders in import order: each may import those before it. The second is the root itself.
 FLOORS = [
     "io",
     "",
@@ -28,7 +28,7 @@ FLOORS = [
     "bench",
     "cli",
 ]
-# Root files that are the public face, not vocabulary; and errors, which everything raises.
+# Root files that form the public API, not vocabulary; and errors, which everything raises.
 FACES = {"__init__": "cli", "__main__": "cli", "errors": "io"}
 HEAVY = {
     "stable_baselines3": {"agents/ppo.py"},
@@ -74,8 +74,8 @@ def module_name(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_from_its_own_floor_and_those_above_it_only(path: Path) -> None:
-    # ``from autotune import __version__`` reads a string, not a floor.
+def test_files_import_only_from_their_own_and_lower_layers(path: Path) -> None:
+    # ``from autotune import __version__`` reads a string and is not an import of a layer.
     own = FLOORS.index(floor_of(module_name(path)))
     below = [
         name
@@ -86,7 +86,7 @@ def test_a_file_imports_from_its_own_floor_and_those_above_it_only(path: Path) -
 
 
 @pytest.mark.parametrize("package", HEAVY)
-def test_a_heavy_package_is_imported_in_its_one_file_only(package: str) -> None:
+def test_heavy_packages_are_imported_in_one_file_each(package: str) -> None:
     users = {
         str(path.relative_to(PACKAGE))
         for path in FILES
@@ -95,7 +95,7 @@ def test_a_heavy_package_is_imported_in_its_one_file_only(package: str) -> None:
     assert users == HEAVY[package]
 
 
-def test_formulas_know_no_torch() -> None:
+def test_formulas_do_not_import_torch() -> None:
     vocabulary = [PACKAGE / f"{name}.py" for name in ("plan", "measurement", "budget", "errors")]
     topics = [path for name in ("io", "cost_model", "simulator") for path in (PACKAGE / name).glob("*.py")]
     for path in [*vocabulary, *topics]:
@@ -106,14 +106,14 @@ HEAVY_AT_START = ("torch", "mlflow", "optuna", "stable_baselines3", "matplotlib"
 
 
 @pytest.mark.parametrize(("module", "more"), [("autotune", ()), ("autotune.cli.main", ("rich.table", "rich.console"))])
-def test_what_answers_help_loads_nothing_heavy(module: str, more: tuple[str, ...]) -> None:
+def test_help_loads_no_heavy_package(module: str, more: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print([m for m in {HEAVY_AT_START + more!r} if m in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("order", ["autotune, gymnasium", "gymnasium, autotune"])
-def test_gymnasium_knows_our_environments_whichever_is_imported_first(order: str) -> None:
+def test_gymnasium_knows_our_environments_in_either_import_order(order: str) -> None:
     code = f"import {order}; print(len([name for name in gymnasium.registry if name.startswith('autotune/')]) >= 3)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (answer.stdout.strip(), answer.stderr) == ("True", "")

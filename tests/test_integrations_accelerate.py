@@ -1,4 +1,4 @@
-"""A loop of one's own over what an Accelerator prepared is attached like any other, and trains to the same bits."""
+"""Tests of a custom loop over objects prepared by an Accelerator: attached, it stays bit-identical."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prepared(**arguments: Any) -> tuple[Any, nn.Module, Any, Any]:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_loop_over_prepared_parts_is_bit_identical_when_attached(precision: str) -> None:
+def test_attached_loop_over_prepared_objects_is_bit_identical(precision: str) -> None:
     def run(attached: bool) -> tuple[list[float], list[torch.Tensor], torch.Tensor, int]:
         accelerator, model, optimizer, schedule = prepared(mixed_precision=precision)
         tuner = (
@@ -70,14 +70,14 @@ def test_a_loop_over_prepared_parts_is_bit_identical_when_attached(precision: st
     assert torch.equal(plain[2], tuned[2])
 
 
-def test_an_accelerator_that_accumulates_is_refused() -> None:
+def test_accelerator_with_gradient_accumulation_is_rejected() -> None:
     _, model, optimizer, _ = prepared(gradient_accumulation_steps=3)
     with pytest.raises(AttachError, match="accumulates 3 batches") as caught:
         autotune.attach(model, optimizer, runs_dir=None)
     assert "\n" not in str(caught.value)
 
 
-def test_an_accelerator_that_scales_the_loss_is_refused() -> None:
+def test_accelerator_with_a_loss_scaler_is_rejected() -> None:
     _, model, optimizer, _ = prepared()
     optimizer.scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(AttachError, match="a loss scale of its own"):

@@ -1,4 +1,4 @@
-"""A Lightning Trainer with the callback trains to the same bits as without it, and nothing of the callback stays."""
+"""Tests of the callback for Lightning: training stays bit-identical, and nothing of the callback remains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ lightning = pytest.importorskip("lightning.pytorch")
 
 from autotune.live.integrations.lightning import AutotuneCallback  # noqa: E402
 
-# Lightning's own, of what torch will remove and of what this machine could do better.
+# Lightning's own warnings, about deprecated torch functions and about performance.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -34,7 +34,7 @@ BATCHES = 45
 
 
 class Job(lightning.LightningModule):
-    """Somebody's module."""
+    """A user's module."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def loader(batches: Iterator[Any]) -> Any:
 
 @dataclasses.dataclass
 class Run:
-    """What a training left behind."""
+    """The result of a training."""
 
     trainer: Any
     module: Job
@@ -167,7 +167,7 @@ def test_training_with_the_callback_is_bit_identical(job: Any, batches: Any, k: 
     assert_untouched(tuned.module)
 
 
-def test_training_in_bf16_and_with_validation_between_is_bit_identical(tmp_path: Path) -> None:
+def test_training_in_bf16_with_validation_in_between_is_bit_identical(tmp_path: Path) -> None:
     options = {"precision": "bf16-mixed", "val_check_interval": 7}
     plain = train(tmp_path, attached=False, **options)
     tuned = train(tmp_path, attached=True, **options)
@@ -178,9 +178,7 @@ def test_training_in_bf16_and_with_validation_between_is_bit_identical(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("stored", ["save", "recompute"])
-def test_the_peak_is_predicted_though_gradients_are_cleared_within_the_step(
-    stored: str, k: int, tmp_path: Path
-) -> None:
+def test_peak_is_predicted_although_gradients_are_cleared_within_the_step(stored: str, k: int, tmp_path: Path) -> None:
     class Watches(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             tuner = trainer.callbacks[0].tuner
@@ -199,11 +197,11 @@ def test_the_peak_is_predicted_though_gradients_are_cleared_within_the_step(
     )
     assert all(stored == str(choice) for choice in watch.status["plan"].storage.values())
     ratio = watch.status["predicted_peak_bytes"] / watch.status["measured_peak_bytes"]
-    # Above by the gradients of the step before, whose release a CPU's first trace does not show.
+    # Too high by the previous step's gradients, whose release the first trace on a CPU does not show.
     assert 0.97 <= ratio <= 1.1
 
 
-def test_a_resumed_training_is_bit_identical_and_the_checkpoint_holds_nothing_of_this_package(tmp_path: Path) -> None:
+def test_resumed_training_is_bit_identical_and_its_checkpoint_contains_nothing_of_this_package(tmp_path: Path) -> None:
     def run(folder: Path, attached: bool, resume: Path | None = None) -> Run:
         seeded()
         module = gpt()
@@ -225,7 +223,7 @@ def test_a_resumed_training_is_bit_identical_and_the_checkpoint_holds_nothing_of
     assert_identical(theirs, resumed)
 
 
-def test_an_exception_of_the_users_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_user_exception_propagates_and_leaves_nothing_behind(tmp_path: Path) -> None:
     class Fails(Job):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             if batch_idx == 20:
@@ -241,7 +239,7 @@ def test_an_exception_of_the_users_passes_and_leaves_nothing_behind(tmp_path: Pa
     assert_untouched(module)
 
 
-def test_a_batch_whose_step_is_skipped_changes_nothing(tmp_path: Path) -> None:
+def test_skipped_batch_changes_nothing(tmp_path: Path) -> None:
     class Skips(Job):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx % 5 == 1 else super().training_step(batch, batch_idx)
@@ -257,7 +255,7 @@ def test_a_batch_whose_step_is_skipped_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["rounding", "tolerant", "fast"])
-def test_another_mode_is_refused_with_its_reason(mode: str) -> None:
+def test_other_modes_are_rejected_with_a_reason(mode: str) -> None:
     with pytest.raises(AttachError, match="Lightning fixes k and the precision when training begins") as caught:
         AutotuneCallback(mode=mode)
     assert "\n" not in str(caught.value)
@@ -277,7 +275,7 @@ class TwoByHand(ByHand):
 class Compiled(Job):
     def __init__(self) -> None:
         super().__init__(TinyGPT(width=16, blocks=2), gpt_loss)
-        # As Trainer.fit(torch.compile(module)) leaves it.
+        # The state after Trainer.fit(torch.compile(module)).
         self._compiler_ctx = {"compiler": "dynamo"}
 
 
@@ -289,7 +287,7 @@ class Compiled(Job):
         (Compiled, "compiled as a whole"),
     ],
 )
-def test_what_cannot_be_attached_to_is_refused_with_its_remedy(job: Any, said: str, tmp_path: Path) -> None:
+def test_unsupported_trainers_are_rejected_with_a_remedy(job: Any, said: str, tmp_path: Path) -> None:
     module = job()
     trainer = trainer_for(tmp_path, [AutotuneCallback(runs_dir=None)], gradient_clip_val=None)
     with pytest.raises(AttachError, match=said) as caught:
@@ -298,7 +296,7 @@ def test_what_cannot_be_attached_to_is_refused_with_its_remedy(job: Any, said: s
     assert_untouched(module)
 
 
-def test_wrong_options_stop_the_training_before_its_first_step(tmp_path: Path) -> None:
+def test_invalid_options_stop_training_before_its_first_step(tmp_path: Path) -> None:
     for wrong, said in (({"stage": "go"}, "stage is 'go'"), ({"limits": 5}, "limits is 5"), ({"policy": 7}, "decide")):
         trainer = trainer_for(tmp_path, [AutotuneCallback(runs_dir=None, **wrong)])  # type: ignore[arg-type]
         with pytest.raises(autotune.InputError, match=said):

@@ -1,4 +1,4 @@
-"""A TunedTrainer that runs out of memory cuts its batches finer, and learns what it would have learnt cut so."""
+"""Tests of a TunedTrainer that runs out of memory: it splits its batches and learns as if split from the start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 7
 
 @pytest.fixture
 def fake(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Let Trainers train on the fake accelerator, which they know nothing of."""
+    """Make Trainers use the fake accelerator, which they do not know."""
     device = torch.device("fake")
     monkeypatch.setattr(TrainingArguments, "device", property(lambda own: own._setup_devices and device))
     monkeypatch.setattr(accelerate.Accelerator, "device", property(lambda _: device))
@@ -38,7 +38,7 @@ def fake(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType
 
 
 class Noisy(nn.Module):
-    """A language model with a buffer that each pass in training moves, and with dropout."""
+    """A language model with dropout and a buffer that each training pass changes."""
 
     def __init__(self, *, norm: bool = False) -> None:
         super().__init__()
@@ -58,12 +58,12 @@ class Noisy(nn.Module):
         x = self.norm(x.transpose(1, 2)).transpose(1, 2)
         logits = self.head(x)
         losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-        # Each sample weighs the same, however long it is.
+        # Each sample has the same weight, whatever its length.
         return {"loss": (losses.sum(1) / attention_mask.sum(1)).mean(), "logits": logits}
 
 
 class Limited(Noisy):
-    """Runs out of memory in training with more samples than a limit, in some forward passes or in all."""
+    """A model that runs out of memory with more samples than a limit, in some forward passes or in all."""
 
     def __init__(self, limit: int, *, norm: bool = False) -> None:
         super().__init__(norm=norm)
@@ -77,7 +77,7 @@ class Limited(Noisy):
 
 
 class Cut(Trainer):
-    """Cuts its batches in as many pieces as it is told for each step."""
+    """A trainer that splits the batch of each step into a given number of pieces."""
 
     def __init__(self, *args: Any, ks: Callable[[int], int], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -98,7 +98,7 @@ class Cut(Trainer):
 
 
 class Troubled(TunedTrainer):
-    """Runs out of memory at an allocation of some steps' passes; counts how many each step has, and notes its k."""
+    """A trainer that runs out of memory at one allocation of some steps; it counts allocations and records k."""
 
     fake: ModuleType
     failing: dict[int, int]
@@ -198,7 +198,7 @@ def events(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     ("model", "step", "places"),
     [(Noisy, 1, 3), *(pytest.param(*case, 10, marks=pytest.mark.slow) for case in product((Noisy, llama), range(6)))],
 )
-def test_whatever_allocation_fails_the_step_comes_out_as_if_cut_so_from_its_beginning(
+def test_retried_step_equals_a_step_split_from_its_beginning_whichever_allocation_fails(
     model: Any, step: int, places: int, fake: ModuleType, tmp_path: Path
 ) -> None:
     whole = trained(tmp_path / "whole", model, kind=troubled(fake))
@@ -208,12 +208,12 @@ def test_whatever_allocation_fails_the_step_comes_out_as_if_cut_so_from_its_begi
         folder = tmp_path / str(place)
         tuned = trained(folder, model, kind=troubled(fake, {step: number}))
         if whole.ks[step] == 8 and tuned.left is not None:
-            # A step that was traced: no larger k is left.
+            # In a traced step, no larger k is left.
             assert isinstance(tuned.left, torch.OutOfMemoryError)
             continue
         assert tuned.left is None
         states = random_states()
-        # Beside the step's own passes, where the tuner looks at units say, there is nothing to repeat.
+        # Outside the step's own passes, for example while the tuner probes units, there is nothing to repeat.
         for event in events(folder, "out of memory"):
             assert (event["step"], event["smallest_k"]) == (step, 2 * whole.ks[step])
             assert "out of memory" in tuned.tuner.locks[f"accumulation_steps < {event['smallest_k']}"]
@@ -224,7 +224,7 @@ def test_whatever_allocation_fails_the_step_comes_out_as_if_cut_so_from_its_begi
     assert retried >= max(places // 4, 1) or whole.ks[step] == 8
 
 
-def test_a_batch_is_cut_until_it_fits_and_stays_so_without_the_tuner(tmp_path: Path) -> None:
+def test_batch_is_split_until_it_fits_and_stays_split_without_the_tuner(tmp_path: Path) -> None:
     class Leaves(TunedTrainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             if self.state.global_step == 4:
@@ -251,21 +251,23 @@ def test_a_batch_is_cut_until_it_fits_and_stays_so_without_the_tuner(tmp_path: P
     ],
     ids=["the largest k does not suffice", "mode exact", "observed"],
 )
-def test_what_no_larger_k_cures_passes_as_it_is(tuning: dict[str, Any], limit: int, said: str, tmp_path: Path) -> None:
+def test_out_of_memory_that_no_larger_k_avoids_propagates(
+    tuning: dict[str, Any], limit: int, said: str, tmp_path: Path
+) -> None:
     tuned = trained(tmp_path, lambda: Limited(limit), tuning=tuning)
     assert isinstance(tuned.left, torch.OutOfMemoryError)
     assert re.match(said, str(tuned.left))
     assert tuned.state.global_step == 0
 
 
-def test_a_batch_that_must_not_be_cut_is_not_trained_in_pieces(tmp_path: Path) -> None:
+def test_batch_that_must_not_be_split_is_trained_whole(tmp_path: Path) -> None:
     tuned = trained(tmp_path, lambda: Limited(4, norm=True))
     assert isinstance(tuned.left, torch.OutOfMemoryError)
     assert "The batch may not be cut: cut in two, " in str(tuned.left)
     assert tuned.state.global_step == 1
 
 
-def test_memory_that_runs_out_in_an_update_is_the_users_to_know(tmp_path: Path) -> None:
+def test_out_of_memory_in_an_update_propagates(tmp_path: Path) -> None:
     class Full(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -286,7 +288,7 @@ def test_memory_that_runs_out_in_an_update_is_the_users_to_know(tmp_path: Path) 
     assert not list(events(tmp_path, "out of memory"))
 
 
-def test_a_batch_that_was_written_to_is_not_run_again(tmp_path: Path) -> None:
+def test_batch_modified_in_place_is_not_repeated(tmp_path: Path) -> None:
     class Writes(TunedTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             inputs["labels"].masked_fill_(torch.rand(inputs["labels"].shape) < 0.1, -100)
@@ -296,8 +298,8 @@ def test_a_batch_that_was_written_to_is_not_run_again(tmp_path: Path) -> None:
     assert isinstance(tuned.left, torch.OutOfMemoryError)
 
 
-def test_smaller_batches_are_the_last_resort_of_a_trainer_that_finds_their_size(tmp_path: Path) -> None:
-    # Where k may not be raised, the Trainer begins again with smaller batches, from which another thing is learnt.
+def test_smaller_batches_are_the_last_resort_of_a_trainer_that_searches_batch_sizes(tmp_path: Path) -> None:
+    # If k may not be raised, the Trainer starts over with smaller batches, which changes what is learned.
     model = Limited(4)
     sizes: list[int] = []
 
@@ -333,7 +335,7 @@ def of_ranks(folder: Path, way: str, failing: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("failing", "step", "k"), RANKS)
-def test_all_ranks_cut_finer_where_memory_runs_out_on_one(failing: str, step: int, k: int, tmp_path: Path) -> None:
+def test_all_ranks_split_further_if_one_runs_out_of_memory(failing: str, step: int, k: int, tmp_path: Path) -> None:
     plain, tuned = of_ranks(tmp_path, "plain", "0,99,0,forward"), of_ranks(tmp_path, "tuned", failing)
     for rank in tuned:
         assert rank["error"] is None
@@ -347,7 +349,7 @@ def test_all_ranks_cut_finer_where_memory_runs_out_on_one(failing: str, step: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_ranks_end_together_where_the_largest_k_does_not_suffice(where: str, tmp_path: Path) -> None:
+def test_all_ranks_stop_if_the_largest_k_is_not_enough(where: str, tmp_path: Path) -> None:
     ranks = of_ranks(tmp_path, "ends", f"1,3,0,{where}")
     assert ranks[1]["error"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
     assert ranks[0]["error"] == "another rank ran out of memory. The batch can be cut no further"

@@ -1,4 +1,4 @@
-"""A Trainer with the callback trains to the same bits as one without it, and nothing of the callback stays."""
+"""Tests of the callback for transformers: training stays bit-identical, and nothing of the callback remains."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def bert() -> nn.Module:
 
 
 def texts(count: int = 48) -> list[dict[str, torch.Tensor]]:
-    """Return texts of 4 to 16 tokens, the same each time."""
+    """Return the same texts of 4 to 16 tokens each time."""
     return [
         {"input_ids": torch.randint(1, 17, (4 + i * 7 % 13,), generator=torch.Generator().manual_seed(i))}
         for i in range(count)
@@ -97,7 +97,7 @@ def labelled(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 @dataclasses.dataclass
 class Run:
-    """What a training left behind."""
+    """The result of a training."""
 
     trainer: Any
     generator: torch.Tensor
@@ -213,10 +213,10 @@ def test_training_with_the_callback_is_bit_identical(
         pytest.param({"use_reentrant": True}, id="reentrant", marks=pytest.mark.slow),
     ],
 )
-def test_a_trainer_that_recomputes_its_blocks_hands_that_over_and_gets_it_back(
+def test_recomputation_of_a_trainer_is_taken_over_and_given_back(
     how: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Its name until version 6 of transformers; from then on it is activation_checkpointing.
+    # The argument's name before version 6 of transformers; it is activation_checkpointing from then on.
     options: dict[str, Any] = {"gradient_checkpointing": True, "max_steps": 20}
     if how:
         options["gradient_checkpointing_kwargs"] = {"use_reentrant": False, **how}
@@ -259,7 +259,7 @@ SIZES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("name", SIZES)
-def test_decoders_that_hand_a_cache_on_by_default_are_switched_and_change_no_bit(
+def test_decoders_that_cache_by_default_are_switched_and_stay_bit_identical(
     name: str, recomputed: bool, tmp_path: Path
 ) -> None:
     kind = getattr(transformers, name.replace("Head", "HeadModel"))
@@ -270,19 +270,19 @@ def test_decoders_that_hand_a_cache_on_by_default_are_switched_and_change_no_bit
         options["gradient_checkpointing"] = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # The first T5 of a process differs by rounding from all later ones, attached or not.
+        # The first T5 in a process differs from later ones by rounding, attached or not.
         train(tmp_path, lambda: kind(config), attached=False, **{**options, "max_steps": 2})
         plain = train(tmp_path, lambda: kind(config), attached=False, **options)
         tuned = train(tmp_path, lambda: kind(config), attached=True, **options)
     stored = [event["plan"]["storage"] for event in tuned.events("switched")]
     assert len(stored) >= 4
-    # Nothing that may be recomputed is locked for its cache.
+    # No recomputable unit is locked because of its cache.
     assert all({plan[unit] for plan in stored} == {"save", "recompute"} for unit in stored[0])
     assert len(stored[0]) >= 3
     assert_identical(plain, tuned)
 
 
-def test_a_tuner_that_leaves_by_itself_gives_recomputation_back_to_the_trainer(tmp_path: Path) -> None:
+def test_tuner_that_detaches_itself_returns_recomputation_to_the_trainer(tmp_path: Path) -> None:
     flags: dict[int, bool] = {}
     tuned = AutotuneCallback(Wanders(), limits=RESTLESS, runs_dir=None)
 
@@ -300,7 +300,7 @@ def test_a_tuner_that_leaves_by_itself_gives_recomputation_back_to_the_trainer(t
 
 
 @pytest.mark.slow
-def test_a_last_step_of_an_epoch_with_fewer_micro_batches_changes_nothing(tmp_path: Path) -> None:
+def test_last_step_of_an_epoch_with_fewer_micro_batches_is_bit_identical(tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 6}
     plain = train(tmp_path, attached=False, **options)
     tuned = train(tmp_path, attached=True, **options)
@@ -310,7 +310,7 @@ def test_a_last_step_of_an_epoch_with_fewer_micro_batches_changes_nothing(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["ppo", "exact"])
-def test_every_named_policy_follows_a_budget_and_changes_no_bit(policy: str, tmp_path: Path) -> None:
+def test_every_named_policy_follows_a_budget_and_stays_bit_identical(policy: str, tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 2, "max_steps": 20}
     plain = train(tmp_path, attached=False, **options)
     tuned = train(tmp_path, attached=True, policy=policy, attaching={"memory_budget_bytes": 1000}, **options)
@@ -325,7 +325,7 @@ def test_every_named_policy_follows_a_budget_and_changes_no_bit(policy: str, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("stored", ["save", "recompute"])
-def test_the_peak_is_predicted_with_accumulated_gradients(stored: str, k: int, tmp_path: Path) -> None:
+def test_peak_is_predicted_with_accumulated_gradients(stored: str, k: int, tmp_path: Path) -> None:
     rows = texts()
     same = [{"input_ids": rows[0]["input_ids"].repeat(3)} for _ in rows]
 
@@ -349,9 +349,9 @@ def test_the_peak_is_predicted_with_accumulated_gradients(stored: str, k: int, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [False, True])
-# Its name until version 6 of transformers.
+# The argument's name before version 6 of transformers.
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-def test_evaluating_and_saving_while_training_changes_no_bit(recomputed: bool, tmp_path: Path) -> None:
+def test_evaluating_and_saving_during_training_stay_bit_identical(recomputed: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"gradient_checkpointing": True} if recomputed else {}
     options |= {"eval_strategy": "steps", "eval_steps": 7, "save_strategy": "steps", "save_steps": 14}
     plain = train(tmp_path, attached=False, **options)
@@ -363,7 +363,7 @@ def test_evaluating_and_saving_while_training_changes_no_bit(recomputed: bool, t
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-def test_a_resumed_training_is_bit_identical_and_the_checkpoint_loads_without_this_package(
+def test_resumed_training_is_bit_identical_and_its_checkpoint_loads_without_this_package(
     recomputed: bool, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"gradient_checkpointing": True} if recomputed else {}
@@ -386,7 +386,7 @@ def test_a_resumed_training_is_bit_identical_and_the_checkpoint_loads_without_th
 
 
 @pytest.mark.slow
-def test_a_model_copied_or_pickled_while_it_trains_is_a_plain_one(tmp_path: Path) -> None:
+def test_model_copied_or_pickled_during_training_is_plain(tmp_path: Path) -> None:
     made: list[nn.Module] = []
 
     class Copies(TrainerCallback):
@@ -399,13 +399,13 @@ def test_a_model_copied_or_pickled_while_it_trains_is_a_plain_one(tmp_path: Path
     trainer_for(tmp_path, llama(), padded, [callback, Copies()], max_steps=16).train()
     assert len(made) == 32
     for model in made:
-        # A copied unit may carry its own plain forward on the instance.
+        # A copied unit may have its own plain forward on the instance.
         assert not any("autotune" in type(part.__dict__.get("forward")).__module__ for part in model.modules())
         assert model(**padded(texts(2))).loss.isfinite()
 
 
 @pytest.mark.slow
-def test_an_exception_of_the_users_passes_and_another_training_begins_anew(tmp_path: Path) -> None:
+def test_user_exception_propagates_and_a_second_training_starts_fresh(tmp_path: Path) -> None:
     class Fails(TrainerCallback):
         def __init__(self) -> None:
             self.left = 1
@@ -416,7 +416,7 @@ def test_an_exception_of_the_users_passes_and_another_training_begins_anew(tmp_p
                 raise KeyError("mine")
 
     model = llama()
-    # What gradient_checkpointing_enable() calls, without the hook that it leaves.
+    # The function that gradient_checkpointing_enable() calls, without the hook that it adds.
     model._set_gradient_checkpointing()  # type: ignore[operator]
     recompute = model.model.layers[0]._gradient_checkpointing_func  # type: ignore[union-attr, index]
     callback = AutotuneCallback(Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=tmp_path)
@@ -441,7 +441,7 @@ def assert_untouched(model: nn.Module) -> None:
 
 
 @pytest.mark.slow
-def test_a_failing_forward_passes_its_exception_on(tmp_path: Path) -> None:
+def test_exception_in_forward_propagates(tmp_path: Path) -> None:
     class Broken(LlamaForCausalLM):
         calls = 0
 
@@ -461,7 +461,7 @@ def test_a_failing_forward_passes_its_exception_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_that_calls_the_model_twice_detaches_and_changes_no_bit(tmp_path: Path) -> None:
+def test_loss_that_calls_the_model_twice_detaches_and_stays_bit_identical(tmp_path: Path) -> None:
     class Twice(Trainer):
         def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
             return (model(**inputs).loss + model(**inputs).loss) / 2
@@ -483,7 +483,7 @@ def test_a_loss_that_calls_the_model_twice_detaches_and_changes_no_bit(tmp_path:
 
 
 @pytest.mark.slow
-def test_the_variable_that_kills_leaves_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_switch_variable_leaves_training_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(tmp_path, attached=False)
     monkeypatch.setenv(KILL_VARIABLE, "1")
     tuned = train(tmp_path, attached=True)
@@ -498,7 +498,7 @@ def test_the_variable_that_kills_leaves_training_alone(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("model", "collate"), [pytest.param(llama, padded, id="llama"), pytest.param(bert, labelled, id="bert")]
 )
-def test_a_callback_that_may_lowers_the_precision(model: Any, collate: Any, k: int, tmp_path: Path) -> None:
+def test_callback_in_tolerant_mode_lowers_the_precision(model: Any, collate: Any, k: int, tmp_path: Path) -> None:
     if not BF16_IS_FAST:
         pytest.skip("no 16-bit precision is fast here")
     options = {"gradient_accumulation_steps": k}
@@ -510,7 +510,7 @@ def test_a_callback_that_may_lowers_the_precision(model: Any, collate: Any, k: i
     assert len({tuple(plan["storage"].values()) for plan in plans}) > 1
     assert {plan["accumulation_steps"] for plan in plans} == {k}
     assert not tuned.events("tripped")
-    # Dropout draws what it would have drawn, and losses differ by rounding alone.
+    # Dropout draws the same masks, and losses differ only by rounding.
     assert torch.equal(plain.generator, tuned.generator)
     losses = [[row["loss"] for row in run.history() if "loss" in row] for run in (plain, tuned)]
     assert losses[0] != losses[1]
@@ -518,7 +518,7 @@ def test_a_callback_that_may_lowers_the_precision(model: Any, collate: Any, k: i
 
 
 @pytest.mark.slow
-def test_without_a_loss_of_the_models_own_the_precision_stays(tmp_path: Path) -> None:
+def test_precision_stays_if_the_model_computes_no_loss(tmp_path: Path) -> None:
     class Outside(Trainer):
         def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
             labels = inputs.pop("labels")
@@ -537,7 +537,7 @@ def test_without_a_loss_of_the_models_own_the_precision_stays(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("mode", ["rounding", "fast", None])
-def test_another_mode_is_refused_with_its_reason(mode: Any) -> None:
+def test_other_modes_are_rejected_with_a_reason(mode: Any) -> None:
     with pytest.raises(AttachError, match="the Trainer fixes k when training begins") as caught:
         AutotuneCallback(mode=mode)
     assert "\n" not in str(caught.value)
@@ -552,12 +552,10 @@ def test_another_mode_is_refused_with_its_reason(mode: Any) -> None:
         ({"_n_gpu": 2}, "2 devices by DataParallel"),
     ],
 )
-def test_what_cannot_be_attached_to_is_refused_with_its_remedy(
-    changed: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_unsupported_trainers_are_rejected_with_a_remedy(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     assert arguments.n_gpu <= 1
-    # The Trainer would shard or compile for real: the callback is asked directly.
+    # The callback is called directly, because the Trainer would really shard or compile.
     for name, value in changed.items():
         object.__setattr__(arguments, name, value)
     model = llama()
@@ -573,7 +571,7 @@ def test_what_cannot_be_attached_to_is_refused_with_its_remedy(
 
 
 @pytest.mark.slow
-def test_wrong_options_stop_the_training_before_its_first_step(tmp_path: Path) -> None:
+def test_invalid_options_stop_training_before_its_first_step(tmp_path: Path) -> None:
     for wrong, said in (({"stage": "go"}, "stage is 'go'"), ({"limits": 5}, "limits is 5"), ({"policy": 7}, "decide")):
         trainer = trainer_for(tmp_path, llama(), padded, [AutotuneCallback(runs_dir=None, **wrong)])  # type: ignore[arg-type]
         with pytest.raises(autotune.InputError, match=said):
@@ -582,9 +580,9 @@ def test_wrong_options_stop_the_training_before_its_first_step(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-# Version 6 calls the argument `cache`, and earlier ones know no other name than this.
+# Version 6 names the argument `cache`; earlier versions only know this name.
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
-def test_a_cache_is_no_obstacle_whether_it_is_empty_or_has_a_prefix(prefix: bool) -> None:
+def test_empty_or_prefilled_cache_does_not_prevent_recomputation(prefix: bool) -> None:
     def run(attached: bool) -> tuple[list[float], dict[str, str]]:
         seeded()
         model = llama(use_cache=True).train()
@@ -628,12 +626,12 @@ def test_a_cache_is_no_obstacle_whether_it_is_empty_or_has_a_prefix(prefix: bool
     plain, (tuned, locks) = run(False)[0], run(True)
     assert plain == tuned
     names = [f"model.layers.{i}" for i in range(3)]
-    # Recomputed, each layer is handed a copy of the cache as it was.
+    # On recomputation, each layer gets a copy of the cache as it was.
     assert not set(names) & set(locks)
 
 
 class Logbook:
-    """Something that a layer writes into."""
+    """An object that a layer writes to."""
 
     def __init__(self) -> None:
         self.lines: list[float] = []
@@ -662,7 +660,9 @@ class Writers(torch.nn.Module):
         return x
 
 
-def test_what_recomputing_might_change_twice_is_not_recomputed_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_unit_that_recomputation_might_change_twice_is_reported_and_not_recomputed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     job = autotune.Job(
         name="writers",
         model=Writers,
@@ -681,7 +681,7 @@ def test_what_recomputing_might_change_twice_is_not_recomputed_and_said(caplog: 
     assert "receives a generator" in caplog.text
 
 
-def test_memory_is_predicted_to_the_byte_though_a_cache_is_handed_on() -> None:
+def test_memory_is_predicted_to_the_byte_although_a_cache_is_passed_on() -> None:
     def batches(seed: int) -> Any:
         generator = torch.Generator().manual_seed(seed)
         while True:
@@ -718,7 +718,7 @@ def test_memory_is_predicted_to_the_byte_though_a_cache_is_handed_on() -> None:
 
 
 def tuned_trainer(folder: Path, model: nn.Module, collate: Any, tuning: dict[str, Any] | None, **changes: Any) -> Any:
-    """Return a Trainer, or one that cuts its batches; without dropout, whose masks a cut would change."""
+    """Return a Trainer, or a TunedTrainer; without dropout, because splitting changes its masks."""
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -741,7 +741,7 @@ def tuned_trainer(folder: Path, model: nn.Module, collate: Any, tuning: dict[str
 @pytest.mark.parametrize(
     ("model", "collate"), [pytest.param(llama, padded, id="llama"), pytest.param(bert, labelled, id="bert")]
 )
-def test_a_trainer_that_cuts_its_batches_learns_the_same_up_to_rounding(
+def test_trainer_that_splits_its_batches_learns_the_same_up_to_rounding(
     model: Any, collate: Any, tmp_path: Path
 ) -> None:
     trainers = []
@@ -763,7 +763,7 @@ def test_a_trainer_that_cuts_its_batches_learns_the_same_up_to_rounding(
     assert tuned.tuner.detached_because == "the training ended"
 
 
-def test_a_trainer_that_accumulates_by_itself_is_told_to_leave_it(tmp_path: Path) -> None:
+def test_trainer_with_its_own_accumulation_is_rejected_with_a_remedy(tmp_path: Path) -> None:
     trainer = tuned_trainer(tmp_path, llama(), padded, {"mode": "rounding"}, gradient_accumulation_steps=2)
     with pytest.raises(AttachError, match="gradient_accumulation_steps is 2"):
         trainer.train()

@@ -1,4 +1,4 @@
-"""What befalls a machine in days of tuning: a disk that fills up, processes that are stopped for a minute."""
+"""Tests of a full disk, of suspended processes and of recurring failures during long campaigns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(JOB.parent.parent), "OMP_NUM_THRE
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Return a function that mounts a disk of a size, or gives it another one."""
+    """Return a function that mounts a disk of a given size, or resizes it."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -53,7 +53,7 @@ def tune(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["64k", "700k", "1100k", "1250k"])
-def test_a_disk_that_fills_up_is_one_line_and_nothing_is_lost(size: str, small_disk: Callable[[str], Path]) -> None:
+def test_full_disk_is_one_line_and_nothing_is_lost(size: str, small_disk: Callable[[str], Path]) -> None:
     disk = small_disk(size)
     done = tune("tune", str(JOB), "--method", "optuna", "--steps", "90", "--runs-dir", str(disk))
     said = [line for line in done.stderr.splitlines() if line.startswith("autotune: ")]
@@ -70,7 +70,7 @@ def test_a_disk_that_fills_up_is_one_line_and_nothing_is_lost(size: str, small_d
     after = RunDirectory.open(folder).lines(JOURNAL)
     assert after[: len(before)] == before
     assert json.loads(done.stdout)["measured"]["peak_bytes"] > 0
-    # The log is whole, too: every run of the command, the one that the full disk ended included.
+    # The log is complete, too: every run of the command, including the one that the full disk ended.
     engine = sqlalchemy.create_engine(f"sqlite:///{disk / 'mlflow.db'}")
     with engine.connect() as connection:
         runs = connection.execute(sqlalchemy.text("select name, status from runs")).all()
@@ -80,7 +80,7 @@ def test_a_disk_that_fills_up_is_one_line_and_nothing_is_lost(size: str, small_d
 
 
 @pytest.mark.slow
-def test_a_tuning_that_stands_still_for_a_while_goes_on(tmp_path: Path) -> None:
+def test_suspended_tuning_continues(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*PROGRAM, "tune", str(JOB), "--method", "optuna", "--steps", "200", "--runs-dir", str(tmp_path), "--json"],
         env=ENVIRONMENT,
@@ -101,14 +101,14 @@ def test_a_tuning_that_stands_still_for_a_while_goes_on(tmp_path: Path) -> None:
     assert not [trial for trial in trials if trial["measurement"]["failure"]]
 
 
-def test_what_an_earlier_command_could_not_send_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsent_records_of_an_earlier_command_are_sent_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     first = Tracker(tmp_path, folder, "killed")
     first.params({"seed": 1})
     first.close()
-    # A kill cut a record off, too.
+    # A kill also truncated a record.
     with (folder / "tracking.jsonl").open("a") as spool:
         spool.write('{"kind": "par')
         spool.write("\n")
@@ -126,10 +126,10 @@ def test_what_an_earlier_command_could_not_send_goes_first(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_a_job_that_dies_while_it_is_profiled_is_one_line(
+def test_job_that_dies_during_profiling_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The references take a few steps each in children of their own; the profile's first steps reach this one.
+    # The references take a few steps each in their own child processes; the profile's first steps reach this one.
     monkeypatch.setenv(failing_job.FAILURE, "segfault")
     monkeypatch.setenv(failing_job.AT, "9")
     command = ["tune", str(Path(failing_job.__file__)), "--method", "exact", "--isolate", "--lean"]
@@ -153,21 +153,21 @@ EXPECTED = {
 
 
 @pytest.mark.slow
-def test_a_campaign_in_which_every_failure_recurs_completes_and_names_each(
+def test_campaign_with_recurring_failures_completes_and_names_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     each = int(os.environ.get("FAILURES_EACH", "2"))
     turns = tmp_path / "turns"
-    # The references are spared.
+    # The references do not fail.
     turns.write_text(f"{-3:<9}")
     monkeypatch.setenv(failing_job.TURNS, str(turns))
-    # A window has 3, 6 or 12 micro-batches: whatever the plan, some fail and most do not.
+    # A window has 3, 6 or 12 micro-batches, so that under every plan some windows fail and most do not.
     monkeypatch.setenv(failing_job.AT, "27")
-    # Steps of microseconds: whoever takes five seconds hangs.
+    # Steps take microseconds, so a process that takes five seconds hangs.
     patience = Patience(opening_s=60, first_s=5, factor=10, grace_s=3)
     monkeypatch.setattr(tuning_windows, "IsolatedEngine", functools.partial(IsolatedEngine, patience=patience))
     count = len(EXPECTED) * each
-    # The finals are spared, too.
+    # The final measurements do not fail, either.
     monkeypatch.setenv(failing_job.TIMES, str(count))
     document = commands.tune(
         f"{failing_job.__file__}:wide",

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the same training, and whatever becomes of the process is a value."""
+"""Tests of an engine in a separate process: it trains identically, and failures of the process are returned."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def descriptors() -> int:
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Mark what a test starts, and see that nothing of it is left."""
+    """Mark the processes that a test starts, and check that none is left."""
     name = secrets.token_hex(8)
     monkeypatch.setenv(MARK, name)
     temporary = tmp_path_factory.mktemp("t")
@@ -60,7 +60,7 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     assert descriptors() <= open_before
     assert abandoned() <= shared
     gc.collect()
-    # torch keeps what it compiled for the next process.
+    # torch keeps compiled code for the next process.
     assert not [path for path in temporary.iterdir() if not path.name.startswith("torchinductor")]
 
 
@@ -72,7 +72,7 @@ def trainer(engine: IsolatedEngine) -> int:
 
 
 @pytest.mark.slow
-def test_a_child_trains_as_this_process_would() -> None:
+def test_child_process_trains_as_this_process_would() -> None:
     here = TorchEngine(load_job("digits"), seed=3, options=OPTIONS)
     there = IsolatedEngine("digits", seed=3, options=OPTIONS, threads=1)
     try:
@@ -92,12 +92,12 @@ def test_a_child_trains_as_this_process_would() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", failing_job.KINDS)
-def test_what_becomes_of_the_child_is_a_value_and_the_next_window_runs(
+def test_end_of_the_child_process_is_returned_and_the_next_window_runs(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = TorchEngine(load_job(JOB), options=OPTIONS)
     monkeypatch.setenv(failing_job.FAILURE, kind)
-    # The first call inspects the job; windows follow.
+    # The first call inspects the job; the later ones are windows.
     monkeypatch.setenv(failing_job.AT, "6")
     engine = IsolatedEngine(JOB, options=OPTIONS, patience=SHORT, threads=1)
     try:
@@ -112,7 +112,7 @@ def test_what_becomes_of_the_child_is_a_value_and_the_next_window_runs(
         after = engine.run(3)
         assert after.failure is None
         assert engine.children == (1 if lives_on else 2)
-        # A new child begins where the job does.
+        # A new child process starts at the beginning of the job.
         if not lives_on:
             assert after.loss == plain.run(3).loss
     finally:
@@ -120,7 +120,7 @@ def test_what_becomes_of_the_child_is_a_value_and_the_next_window_runs(
 
 
 @pytest.mark.slow
-def test_nothing_piles_up_over_200_trials(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_200_trials_leak_no_resources(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def held() -> dict[str, int]:
         gc.collect()
         return {
@@ -142,7 +142,7 @@ def test_nothing_piles_up_over_200_trials(mark: str, tmp_path: Path, monkeypatch
         monkeypatch.setenv(failing_job.TURNS, str(turns))
         monkeypatch.setenv(failing_job.TIMES, "10000")
         monkeypatch.setenv(failing_job.AT, "20")
-        # The next one finds in its environment how it fails.
+        # The environment tells the next child process how to fail.
         os.kill(trainer(engine), signal.SIGKILL)
         met = Counter(engine.run(3).failure for _ in range(200))
         assert met[None] > 100
@@ -156,7 +156,7 @@ def test_nothing_piles_up_over_200_trials(mark: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_new_child_goes_on_from_the_last_snapshot() -> None:
+def test_new_child_process_continues_from_the_last_snapshot() -> None:
     engine = IsolatedEngine("digits", options=OPTIONS, threads=1)
     try:
         engine.run(4)
@@ -190,16 +190,16 @@ open(f"/dev/shm/torch_{os.getpid()}_{os.environ['%s']}", "w").close()
 
 
 def starting_job(folder: Path) -> str:
-    """Return a job that starts processes of its own, and leaves a file in shared memory if it is killed."""
+    """Return a job that starts its own processes, and leaves a shared memory file if it is killed."""
     job = folder / "starts.py"
     job.write_text(STARTS % (str(Path(JOB).parent), MARK))
     return str(job)
 
 
-def test_what_the_job_started_ends_with_the_child_whatever_its_session(mark: str, tmp_path: Path) -> None:
+def test_processes_started_by_the_job_end_with_the_child_in_any_session(mark: str, tmp_path: Path) -> None:
     engine = IsolatedEngine(starting_job(tmp_path), options=OPTIONS)
     assert engine.run(1).failure is None
-    # This process is not marked: the supervisor, the trainer, and what the job started.
+    # Marked processes: the supervisor, the trainer and those that the job started, but not this one.
     assert len(processes(mark)) == 4
     assert len(list(Path("/dev/shm").glob(f"torch_*_{mark}"))) == 1
     engine.close()
@@ -209,7 +209,9 @@ def test_what_the_job_started_ends_with_the_child_whatever_its_session(mark: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_of_a_child_is_left_once_its_parent_was_ended(how: signal.Signals, mark: str, tmp_path: Path) -> None:
+def test_nothing_of_the_child_remains_after_its_parent_was_ended(
+    how: signal.Signals, mark: str, tmp_path: Path
+) -> None:
     script = (
         "import time\nfrom autotune.engines.isolated_engine import IsolatedEngine\n"
         f"engine = IsolatedEngine({starting_job(tmp_path)!r})\nengine.run(2)\nkept = engine.snapshot()\n"
@@ -227,7 +229,7 @@ def test_nothing_of_a_child_is_left_once_its_parent_was_ended(how: signal.Signal
     assert not [path for path in Path(tempfile.gettempdir()).iterdir() if "torchinductor" not in path.name]
 
 
-def test_a_job_that_cannot_be_built_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_job_that_cannot_be_built_is_rejected_in_one_line(tmp_path: Path) -> None:
     dies = tmp_path / "dies.py"
     dies.write_text("import os\nprint('no data here')\nos._exit(3)\n")
     for reference, said in (
@@ -241,7 +243,7 @@ def test_a_job_that_cannot_be_built_is_refused_in_one_line(tmp_path: Path) -> No
         IsolatedEngine(failing_job.job)  # type: ignore[arg-type]
 
 
-def test_a_plan_outside_the_space_is_refused_and_the_child_lives_on() -> None:
+def test_plan_outside_the_space_is_rejected_and_the_child_survives() -> None:
     engine = IsolatedEngine(JOB, options=OPTIONS)
     try:
         with pytest.raises(PlanError, match="accumulation_steps is 3"):
@@ -272,7 +274,7 @@ def test_processes_share_what_they_know_of_precisions(monkeypatch: pytest.Monkey
         known_precisions.forget()
 
 
-def test_the_wire_tells_documents_from_everything_else() -> None:
+def test_wire_rejects_everything_but_complete_documents() -> None:
     import socket
 
     for sent, said in (
@@ -309,6 +311,6 @@ def test_the_wire_tells_documents_from_everything_else() -> None:
     with pytest.raises(GarbledError, match="not a file"):
         one.receive_file()
     two.close()
-    # The end is something to receive, too.
+    # The end of the stream is received, too.
     assert one.ready(5.0)
     one.close()

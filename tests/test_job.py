@@ -1,4 +1,4 @@
-"""Jobs: what a user may hand over, and what is refused at once."""
+"""Tests of jobs: what a user may pass, and what is rejected at once."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def job(**changes: object) -> Job:
         ("data_sources", ["x"], r"data_sources is \['x'\] \(allowed: a function"),
     ],
 )
-def test_a_wrong_job_is_refused_in_one_line_that_names_field_value_and_what_is_allowed(name, value, message):
+def test_invalid_job_is_rejected_with_field_value_and_allowed_values(name, value, message):
     with pytest.raises(JobError, match=message) as raised:
         job(**{name: value})
     assert "\n" not in str(raised.value)
 
 
-def test_only_fixed_batching_limits_k_to_the_batch():
+def test_only_fixed_batching_limits_k_to_the_batch_size():
     assert job(batching="adaptive", accumulation_choices=(1, 16)).accumulation_choices == (1, 16)
 
 
-def test_choices_of_k_may_be_given_as_a_list():
+def test_accumulation_choices_may_be_a_list():
     assert job(accumulation_choices=[1, 2, 8]).accumulation_choices == (1, 2, 8)
 
 
@@ -93,11 +93,11 @@ def test_choices_of_k_may_be_given_as_a_list():
         ("max", math.nan, False),
     ],
 )
-def test_a_job_has_arrived_once_its_metric_meets_the_target(goal, metric, arrived):
+def test_target_is_reached_when_the_metric_meets_it(goal, metric, arrived):
     assert job(goal=goal, target=1.0).arrived(metric) is arrived
 
 
-def test_a_run_has_max_steps_times_batch_size_samples():
+def test_run_has_max_steps_times_batch_size_samples():
     assert job(max_steps=30, batch_size=8).total_samples == 240
 
 
@@ -107,12 +107,12 @@ schedules = st.builds(WarmupCosine, warmup_frac=st.floats(0, 1), minimum_frac=st
 
 
 @given(schedules, st.floats(-1, 2))
-def test_the_schedule_stays_between_zero_and_the_base_rate(schedule: WarmupCosine, progress: float):
+def test_schedule_stays_between_zero_and_the_base_rate(schedule: WarmupCosine, progress: float):
     assert 0 <= schedule.factor(progress) <= 1
 
 
 @given(schedules, st.floats(0, 1), st.floats(0, 1))
-def test_the_schedule_rises_while_warming_up_and_falls_afterwards(schedule, first, second):
+def test_schedule_rises_during_warmup_and_falls_afterwards(schedule, first, second):
     early, late = sorted((first, second))
     if late <= schedule.warmup_frac:
         assert schedule.factor(early) <= schedule.factor(late)
@@ -121,14 +121,14 @@ def test_the_schedule_rises_while_warming_up_and_falls_afterwards(schedule, firs
 
 
 @given(schedules)
-def test_the_schedule_is_full_at_the_end_of_warm_up_and_at_its_floor_at_the_end(schedule: WarmupCosine):
+def test_schedule_reaches_the_base_rate_after_warmup_and_its_floor_at_the_end(schedule: WarmupCosine):
     assert schedule.factor(schedule.warmup_frac) == 1
     if schedule.warmup_frac < 1:
         assert schedule.factor(1) == pytest.approx(schedule.minimum_frac, abs=1e-12)
 
 
 @given(schedules, st.floats(1, 100), st.floats(-100, 0))
-def test_progress_beyond_the_run_is_its_end_and_before_it_its_beginning(schedule, beyond, before):
+def test_progress_is_clamped_to_the_run(schedule, beyond, before):
     assert schedule.factor(beyond) == schedule.factor(1)
     assert schedule.factor(before) == schedule.factor(0)
 
@@ -137,12 +137,12 @@ def test_progress_beyond_the_run_is_its_end_and_before_it_its_beginning(schedule
     ("progress", "factor"),
     [(0.05, 0.5), (0.1, 1.0), (0.55, 0.1 + 0.9 * 0.5), (1.0, 0.1), (0.325, 0.1 + 0.9 * 0.5 * (1 + math.sqrt(0.5)))],
 )
-def test_the_schedule_at_known_points(progress, factor):
+def test_schedule_at_known_points(progress, factor):
     assert WarmupCosine(warmup_frac=0.1, minimum_frac=0.1).factor(progress) == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan])
 @pytest.mark.parametrize("name", ["warmup_frac", "minimum_frac"])
-def test_a_share_outside_0_to_1_is_refused(name, value):
+def test_fraction_outside_0_to_1_is_rejected(name, value):
     with pytest.raises(JobError, match=rf"{name} is {value} \(allowed: 0 to 1\)"):
         WarmupCosine(**{name: value})

@@ -1,4 +1,4 @@
-"""A command may be killed in any way at any instant: nothing acknowledged is lost or repeated, and nothing is left."""
+"""Tests of commands killed at any instant: nothing acknowledged is lost or repeated, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COMMANDS = ("tune", "isolated", "compare", "train", "attached")
 
 
 def kills_of(command: str) -> int:
-    """Return how often a command is killed: its share of all kills."""
+    """Return the number of kills of a command: its share of all kills."""
     wanted = int(os.environ.get("KILLS", "8"))
     return wanted // len(COMMANDS) + (COMMANDS.index(command) < wanted % len(COMMANDS))
 
 
 def see_that_it_is_sent_once(folder: Path) -> None:
-    """See that the log of a run that has ended is whole, and that no run of it was begun twice."""
+    """Check that the log of a finished run is complete, and that no run in it was begun twice."""
     spooled = [json.loads(row) for row in (folder / "tracking.jsonl").read_text().splitlines()]
     assert json.loads((folder / "tracking-sent.json").read_text())["sent"] == len(spooled)
     engine = sqlalchemy.create_engine(f"sqlite:///{folder.parent / 'mlflow.db'}")
@@ -50,7 +50,7 @@ def see_that_it_is_sent_once(folder: Path) -> None:
         ("compare", ["compare", "--arms", "random,uniform-bf16", "--seeds", "6", "--steps", "60"]),
     ],
 )
-def test_a_campaign_that_is_killed_is_taken_up_and_leaves_nothing(
+def test_killed_campaign_is_resumed_and_leaves_nothing_behind(
     command: str, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = kills_of(command)
@@ -75,7 +75,7 @@ def test_a_campaign_that_is_killed_is_taken_up_and_leaves_nothing(
     kill_campaigns(asked, tmp_path, wanted, COMMANDS.index(command), look, last_s=20.0)
 
 
-def test_a_training_that_is_killed_is_taken_up_and_leaves_nothing(tmp_path: Path) -> None:
+def test_killed_training_is_resumed_and_leaves_nothing_behind(tmp_path: Path) -> None:
     runs, generator, kills = tmp_path / "runs", random.Random(8), 0
     runs.mkdir()
     begin = [*PROGRAM, "train", "--recipe", str(recipe_file(tmp_path, LONG)), "--runs-dir", str(runs)]
@@ -92,7 +92,7 @@ def test_a_training_that_is_killed_is_taken_up_and_leaves_nothing(tmp_path: Path
 
 
 def see_that_rollouts_stay(runs: Path, acknowledged: dict[str, list[Any]]) -> list[str]:
-    """See that no rollout is lost or there twice, and return the command that takes the latest training up."""
+    """Check that no rollout is lost or duplicated, and return the command that resumes the latest training."""
     command: list[str] = []
     for folder in sorted(runs.glob("*-train-*")):
         for path in folder.glob("seed-*.jsonl"):
@@ -128,12 +128,12 @@ for batch in token_batches(1000):
 """
 
 
-def test_a_run_that_was_attached_to_is_killed_and_leaves_its_log_alone(tmp_path: Path) -> None:
+def test_killed_attached_run_keeps_its_log_intact(tmp_path: Path) -> None:
     generator = random.Random(9)
     for number in range(kills_of("attached")):
         runs = tmp_path / str(number)
         kill = Kill.drawn(generator, 5.0, 25.0)
-        # Nobody turns signals into exceptions but Python itself.
+        # Only Python itself turns signals into exceptions.
         codes = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}
         _, struck = killed([sys.executable, "-c", ATTACHED, str(runs)], tmp_path / "tmp", kill, codes)
         assert struck

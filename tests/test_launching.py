@@ -1,4 +1,4 @@
-"""What a run is launched with: another optimizer, compiled units, and what of it is kept in plans."""
+"""Tests of launch options: other optimizers, compiled units, and how plans record them."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ LAUNCHES = st.builds(
 @given(
     launch=LAUNCHES | st.just(Launch(compile=True)), name=st.sampled_from(["charlm", "a/b.py:job", "exact", "p.json"])
 )
-def test_what_stands_behind_a_name_is_read_as_it_was_written(launch: Launch, name: str) -> None:
+def test_launch_suffix_of_a_name_round_trips(launch: Launch, name: str) -> None:
     assert split(name + suffix(launch), where="there") == (name, launch)
 
 
 @pytest.mark.parametrize("name", ["charlm", "c" * 300, "c++/job.py", "a+b/job.py:job", "+lion", "runs/x.json"])
-def test_other_names_stay_as_they_are(name: str) -> None:
+def test_names_without_a_launch_suffix_stay_unchanged(name: str) -> None:
     assert split(name, where="there") == (name, Launch())
 
 
-def test_a_folder_that_is_called_so_is_that_folder(tmp_path: Path) -> None:
+def test_folder_named_like_a_suffix_is_that_folder(tmp_path: Path) -> None:
     folder = tmp_path / "mine+lion"
     folder.mkdir()
     assert split(str(folder), where="there") == (str(folder), Launch())
@@ -74,7 +74,7 @@ def test_a_folder_that_is_called_so_is_that_folder(tmp_path: Path) -> None:
         ("charlm+lion=inf", r"allowed: a number above 0"),
     ],
 )
-def test_a_choice_that_is_none_is_one_line_and_exit_code_2(
+def test_invalid_launch_option_is_one_line_and_exit_code_2(
     name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(InputError, match=message):
@@ -84,7 +84,7 @@ def test_a_choice_that_is_none_is_one_line_and_exit_code_2(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
@@ -93,7 +93,7 @@ def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.Mo
         load_job("charlm+lion")
 
 
-def test_a_learning_rate_needs_its_optimizer() -> None:
+def test_learning_rate_requires_its_optimizer() -> None:
     with pytest.raises(PlanError, match="needs an optimizer"):
         Launch(learning_rate=0.1)
     for rate in (0, -1.0, float("nan"), float("inf"), True, "0.1"):
@@ -118,7 +118,9 @@ def grouped() -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("name", sorted(optimizers.KINDS))
 @pytest.mark.parametrize("rate", [None, 5e-3])
-def test_groups_keep_their_parameters_their_proportions_and_their_decay_a_step(name: str, rate: float | None) -> None:
+def test_parameter_groups_keep_their_parameters_relative_rates_and_decay_per_step(
+    name: str, rate: float | None
+) -> None:
     own = grouped()
     made = optimizers.converted(own, name, rate)
     for old, new in zip(own.param_groups, made.param_groups, strict=True):
@@ -130,7 +132,7 @@ def test_groups_keep_their_parameters_their_proportions_and_their_decay_a_step(n
         assert tuple(made.param_groups[0]["betas"]) == (0.8, 0.95)
 
 
-def test_an_optimizer_without_a_rule_of_thumb_needs_a_learning_rate() -> None:
+def test_optimizer_without_a_default_rule_requires_a_learning_rate() -> None:
     own = torch.optim.Adagrad(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(InputError, match=r"learning rate of Adagrad .*\+lion=3e-4"):
         optimizers.converted(own, "lion")
@@ -155,8 +157,8 @@ def wide() -> autotune.Job:
 
 
 @pytest.mark.parametrize("name", sorted(optimizers.KINDS))
-def test_each_optimizer_learns_and_a_snapshot_of_it_is_whole(name: str) -> None:
-    # The rule leads from this job's rate, which is high for Adam, to one at which SGD diverges.
+def test_each_optimizer_learns_and_its_snapshot_is_complete(name: str) -> None:
+    # The rule would convert this job's rate, which is high for Adam, to one at which SGD diverges.
     engine = TorchEngine(launched(wide(), Launch(optimizer=name, learning_rate=0.05 if name == "sgd" else None)))
     before = engine.evaluate()
     engine.run(5)
@@ -168,7 +170,7 @@ def test_each_optimizer_learns_and_a_snapshot_of_it_is_whole(name: str) -> None:
     assert engine.evaluate() < before
 
 
-def test_states_of_8_bits_take_less_memory_and_a_profile_knows_it() -> None:
+def test_8_bit_optimizer_states_take_less_memory_and_the_profile_reflects_it() -> None:
     job, options = wide(), ProfilerOptions.lean()
     peaks = {}
     for name in ("adamw", "adamw8bit", "lion"):
@@ -182,15 +184,15 @@ def test_states_of_8_bits_take_less_memory_and_a_profile_knows_it() -> None:
         assert peak_bytes(found, plan) >= peaks[name]
         assert peak_bytes(found, plan) == pytest.approx(peaks[name], rel=0.02)
     weights = 4 * sum(parameter.numel() for parameter in build_model(job).parameters())
-    # Two states of 4 bytes each, two of 1 byte, and one of 4: less what an update needs besides, a tensor at a time.
+    # Optimizer states of 2 x 4, 2 x 1 and 1 x 4 bytes, minus the update's temporaries, one tensor at a time.
     assert peaks["adamw"] - peaks["adamw8bit"] > weights
     assert peaks["adamw"] - peaks["lion"] > 0.5 * weights
 
 
-# What the compiler warns of is its own.
+# Warnings of the compiler are not ours.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_units_train_as_the_others_do_under_every_kind_of_plan() -> None:
+def test_compiled_units_train_like_uncompiled_units_under_every_kind_of_plan() -> None:
     plain = TorchEngine(tiny_job.make(model=undropped()))
     compiled = TorchEngine(launched(tiny_job.make(model=undropped()), Launch(compile=True)))
     space = plain.space
@@ -222,7 +224,7 @@ def undropped() -> type[nn.Module]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_copy_of_a_compiled_model_runs_its_own_weights_and_can_be_pickled() -> None:
+def test_copy_of_a_compiled_model_uses_its_own_weights_and_can_be_pickled() -> None:
     model = compiled(tiny_job.Network(), tiny_job.job()).eval()
     tokens = next(tiny_job.batches(0))[:, :-1]
     before = model(tokens)
@@ -236,7 +238,7 @@ def test_a_copy_of_a_compiled_model_runs_its_own_weights_and_can_be_pickled() ->
 
 
 @pytest.mark.slow
-def test_a_plan_that_is_found_says_what_it_is_launched_with_and_is_an_arm_that_trains_so(tmp_path: Path) -> None:
+def test_found_plan_records_its_launch_options_and_trains_with_them_as_an_arm(tmp_path: Path) -> None:
     found = autotune.tune(f"{JOB}:job+lion=1e-3", "random", memory_budget="90%", steps=60, runs_dir=tmp_path)
     assert found["plan"]["launch"] == {"optimizer": "lion", "learning_rate": 1e-3}
     assert json.loads((Path(found["run"]) / "config.json").read_text())["job"] == "tiny+lion=0.001"
@@ -258,7 +260,7 @@ def test_a_plan_that_is_found_says_what_it_is_launched_with_and_is_an_arm_that_t
 
 
 @pytest.mark.slow
-def test_arms_are_searched_for_as_they_are_launched_and_a_campaign_is_taken_up(tmp_path: Path) -> None:
+def test_arms_are_searched_with_their_launch_options_and_the_campaign_resumes(tmp_path: Path) -> None:
     arms = ["exact", "exact+lion=2e-3", "random+lion=2e-3"]
     document = autotune.compare(str(JOB), arms, memory_budget="60%", seeds=2, steps=60, runs_dir=tmp_path)
     by_name = {arm["name"]: arm for arm in document["arms"]}
@@ -278,7 +280,7 @@ def compare_jobs(jobs: list[str], arms: list[str], runs: Path) -> None:
     commands.compare_jobs(jobs, arms, CompareOptions(), TrustedInputs(jobs=jobs, arms=arms), runs, Silent())
 
 
-def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_impossible_launch_options_are_rejected_before_anything_is_written(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     other = tmp_path / "plan.json"
     other.write_text(json.dumps({"version": 1, "accumulation_steps": 1, "launch": {"compile": True}}))

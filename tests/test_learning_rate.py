@@ -1,4 +1,4 @@
-"""The learning rate: how it follows time and the effective batch."""
+"""Tests of the learning rate: its schedule over time and its scaling with the effective batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autotune.cost_model.learning_rate import batch_factor
 
 
 @given(st.floats(0, 1), st.floats(0.01, 0.9), st.floats(1e-5, 10), st.floats(0, 1), st.integers(10, 10_000))
-def test_the_rate_is_that_of_equation_10(share, warmup_share, base, minimum_share, total):
+def test_rate_follows_equation_10(share, warmup_share, base, minimum_share, total):
     step, warmup, minimum = share * total, warmup_share * total, minimum_share * base
     if step <= warmup:
         expected = base * step / warmup
@@ -25,20 +25,20 @@ def test_the_rate_is_that_of_equation_10(share, warmup_share, base, minimum_shar
 
 
 @pytest.mark.parametrize(("step", "rate"), [(0, 0.0), (5, 0.5), (10, 1.0), (55, 0.55), (100, 0.1), (110, 0.1)])
-def test_the_rate_at_known_steps(step, rate):
+def test_rate_at_known_steps(step, rate):
     assert WarmupCosine(warmup_frac=0.1, minimum_frac=0.1).factor(step / 100) == pytest.approx(rate)
 
 
-def test_without_warm_up_the_rate_begins_at_its_base():
+def test_rate_begins_at_its_base_without_warmup():
     assert WarmupCosine(warmup_frac=0).factor(0) == 1
 
 
-def test_the_typical_values_are_5_percent_of_warm_up_and_a_tenth_as_floor():
+def test_default_warmup_is_5_percent_and_default_floor_a_tenth():
     assert WarmupCosine() == WarmupCosine(warmup_frac=0.05, minimum_frac=0.1)
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
-def test_the_rate_follows_a_batch_four_times_as_large(rule, factor):
+def test_rate_follows_a_batch_four_times_as_large(rule, factor):
     assert batch_factor(rule, 256, 64) == factor
 
 
@@ -50,6 +50,6 @@ def test_factors_multiply_along_a_chain_of_batches_and_are_1_at_the_base(rule, f
 
 
 @given(st.integers(2, 1000), st.integers(1, 1000))
-def test_a_larger_batch_raises_the_rate_most_under_the_linear_rule(times, base):
+def test_linear_rule_raises_the_rate_most_for_a_larger_batch(times, base):
     linear, sqrt, none = (batch_factor(rule, times * base, base) for rule in ("linear", "sqrt", "none"))
     assert linear > sqrt > none == 1

@@ -1,4 +1,4 @@
-"""The environment of levers over the one of plans, and plans from prices: the planner is in both."""
+"""Tests of the lever environment on top of the plan environment, and of plans from prices."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def env_of(job, **changes: object) -> LeverEnv:
     return LeverEnv(plans, job.profile)
 
 
-def test_gymnasiums_checker_passes(job) -> None:
+def test_gymnasium_checker_passes(job) -> None:
     check_env(env_of(job), skip_render_check=True)
 
 
-def test_neutral_levers_are_the_planners_plans(job) -> None:
+def test_neutral_levers_give_the_plans_of_the_planner(job) -> None:
     env = env_of(job)
     env.reset(seed=3)
     policy = PlannerPolicy()
@@ -52,14 +52,14 @@ def test_neutral_levers_are_the_planners_plans(job) -> None:
 
 
 @pytest.mark.parametrize("action", [[0] * 5, [0] * 7, [99] * 6, [-1] * 6, [float("nan")] * 6])
-def test_actions_outside_are_refused(job, action) -> None:
+def test_actions_outside_the_space_are_rejected(job, action) -> None:
     env = env_of(job)
     env.reset(seed=0)
     with pytest.raises(InputError, match="action"), np.errstate(invalid="ignore"):
         env.step(np.array(action))
 
 
-def test_every_action_inside_gives_a_plan(job) -> None:
+def test_every_action_in_the_space_gives_a_plan(job) -> None:
     env, generator = env_of(job, max_windows=40), np.random.default_rng(0)
     env.reset(seed=1)
     for _ in range(30):
@@ -68,13 +68,13 @@ def test_every_action_inside_gives_a_plan(job) -> None:
         assert all(np.isfinite(part).all() for part in observation.values())
 
 
-def test_a_foreign_profile_is_refused(job) -> None:
+def test_profile_of_another_job_is_rejected(job) -> None:
     other = draw_job(np.random.default_rng(5), depth=(6, 6))
     with pytest.raises(InputError, match="units"):
         LeverEnv(env_of(job).env, other.profile)
 
 
-def test_at_price_zero_the_plan_is_the_solvers(job) -> None:
+def test_plan_at_price_zero_is_the_solver_optimum(job) -> None:
     profile = job.profile
     budget = int(0.6 * peak_bytes(profile, profile.space.baseline()))
     solution = solve(profile, budget, Goal())
@@ -91,7 +91,7 @@ def test_at_price_zero_the_plan_is_the_solvers(job) -> None:
     assert peak_bytes(profile, least) <= peak_bytes(profile, found)
 
 
-def test_optuna_searches_prices_and_begins_with_the_planners_answers(job, tmp_path) -> None:
+def test_optuna_searches_prices_and_begins_with_the_planner_solutions(job, tmp_path) -> None:
     profile = job.profile
     priced = PricedPlans(profile, int(0.6 * peak_bytes(profile, profile.space.baseline())))
     search = OptunaPriceSearch(priced, profile.space, tmp_path, seed=0)

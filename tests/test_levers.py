@@ -1,4 +1,4 @@
-"""A policy that leans on the planner: untrained it is the planner, trained it is still a small bare network."""
+"""Tests of a policy that adjusts a planner: untrained it equals the planner, and its network is small."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def random_play(env: MovingEnv, seed: int = 0) -> tuple[list[np.ndarray], list[t
     return rewards, features
 
 
-def test_an_untrained_policy_is_the_planner(jobs) -> None:
+def test_untrained_policy_equals_the_planner(jobs) -> None:
     env = env_of(jobs)
     torch.manual_seed(0)
     network = LeverNetwork()
@@ -90,7 +90,7 @@ def test_an_untrained_policy_is_the_planner(jobs) -> None:
     np.testing.assert_allclose(env.runs.seconds, alone, rtol=1e-12)
 
 
-def test_neutral_levers_are_those_that_leave_the_planner_alone() -> None:
+def test_neutral_levers_leave_the_planner_unchanged() -> None:
     levers, neutral = levers_of(neutral_actions(3)), Levers.neutral(3)
     for name in Levers.__slots__:
         np.testing.assert_array_equal(getattr(levers, name), getattr(neutral, name))
@@ -98,7 +98,7 @@ def test_neutral_levers_are_those_that_leave_the_planner_alone() -> None:
     assert len(SIZES) == len(Levers.__slots__)
 
 
-def test_each_lever_but_the_neutral_ones_moves_a_planner_somewhere(jobs) -> None:
+def test_each_nonneutral_lever_changes_some_plan(jobs) -> None:
     env = env_of(jobs)
     course = env.course
     for lever, size in enumerate(SIZES):
@@ -112,7 +112,7 @@ def test_each_lever_but_the_neutral_ones_moves_a_planner_somewhere(jobs) -> None
         assert any(total != 0 for total in totals.values())
 
 
-def test_rewards_are_the_time_won_over_the_planner_in_percent(jobs) -> None:
+def test_rewards_are_the_time_saved_over_the_planner_in_percent(jobs) -> None:
     env = env_of(jobs)
     rewards, features = random_play(env)
     for run, units in features:
@@ -128,7 +128,7 @@ def test_rewards_are_the_time_won_over_the_planner_in_percent(jobs) -> None:
     assert np.abs(total).max() > 0.1
 
 
-def test_most_features_say_something_and_padding_says_nothing(jobs) -> None:
+def test_most_features_vary_and_padding_is_constant(jobs) -> None:
     env = env_of(jobs, lanes=64)
     _, features = random_play(env)
     run = np.concatenate([part for part, _ in features])
@@ -143,7 +143,7 @@ def test_most_features_say_something_and_padding_says_nothing(jobs) -> None:
     assert (present == 0).any()
 
 
-def test_features_stay_in_bounds_in_a_world_that_goes_mad(jobs) -> None:
+def test_features_stay_bounded_under_extreme_conditions(jobs) -> None:
     mad = Strengths(
         noise_error=5.0,
         cost_error=3.0,
@@ -174,7 +174,7 @@ def test_runs_repeat_under_one_seed(jobs) -> None:
     assert not np.array_equal(first, rollout(2))
 
 
-def test_courses_go_on_from_where_their_generator_stands(jobs) -> None:
+def test_courses_continue_from_the_state_of_their_generator(jobs) -> None:
     env = env_of(jobs)
     env.reset()
     state = env.generator_state
@@ -189,7 +189,7 @@ def test_courses_go_on_from_where_their_generator_stands(jobs) -> None:
     np.testing.assert_array_equal(other.course.cost, wanted.cost)
 
 
-def test_in_every_drawn_course_the_leanest_plan_has_room(jobs) -> None:
+def test_leanest_plan_fits_in_every_drawn_course(jobs) -> None:
     env = env_of(jobs)
     for _ in range(5):
         env.reset()
@@ -211,17 +211,17 @@ def test_clones_share_a_course_and_their_planner(jobs) -> None:
     assert np.ptp(np.sum(rewards, axis=0).reshape(4, 4), axis=1).max() > 0
 
 
-def test_what_never_happened_is_not_remembered() -> None:
+def test_new_memory_holds_no_events() -> None:
     memory = Memory.of(3)
     values = {name: getattr(memory, name) for name in Memory.__slots__}
     assert {name for name, value in values.items() if value.any()} == {"out_since"}
     assert all(value.shape == (3,) for value in values.values())
-    # Each has an array of its own: what is added to one must not be added to another.
+    # Each has its own array, so that adding to one does not change another.
     assert len({id(value) for value in values.values()}) == len(values)
 
 
 @pytest.mark.parametrize(("find", "values"), [(planner_reserve, (0.0, 0.4)), (planner_rise, (0.0, 0.1))])
-def test_the_planners_best_constant_is_found_on_courses_of_its_own(jobs, find: Callable, values: tuple) -> None:
+def test_best_constant_rise_is_found_on_separate_courses(jobs, find: Callable, values: tuple) -> None:
     env = env_of(jobs, settings=PlannerSettings())
     course = env.course
     found = find(env, values)
@@ -231,7 +231,7 @@ def test_the_planners_best_constant_is_found_on_courses_of_its_own(jobs, find: C
     assert find(again, values[:1]) == values[0]
 
 
-def test_a_longer_rise_is_only_worth_weighing_where_lengths_rise(jobs) -> None:
+def test_rise_lever_is_used_only_if_lengths_rise(jobs) -> None:
     still = env_of(jobs, STRONG.only("switch_windows"), settings=PlannerSettings())
     assert planner_rise(still, (0.0, 0.25)) == 0.0
     jumping = env_of(jobs, Strengths(length=0.3, jitter=0.2), settings=PlannerSettings())
@@ -241,7 +241,7 @@ def test_a_longer_rise_is_only_worth_weighing_where_lengths_rise(jobs) -> None:
 # ---------------------------------------------------------------------------------------------------------- network
 
 
-def test_units_that_are_not_there_never_change_a_decision() -> None:
+def test_absent_units_never_change_a_decision() -> None:
     torch.manual_seed(1)
     network = LeverNetwork(16)
     torch.nn.init.normal_(network.levers.weight)
@@ -257,7 +257,7 @@ def test_units_that_are_not_there_never_change_a_decision() -> None:
     torch.testing.assert_close(network(run, units.flip(1))[0], logits)
 
 
-def test_the_network_is_small() -> None:
+def test_network_is_small() -> None:
     assert sum(parameter.numel() for parameter in LeverNetwork().parameters()) < 100_000
 
 
@@ -279,12 +279,12 @@ def test_ppo_trains_the_network_on_the_planners_levers(jobs, tmp_path: Path, mon
     assert len(won) == 2 * LANES
     figures = summary(won)
     assert figures["p5"] <= figures["median"] <= figures["p95"]
-    # torch keeps what it compiled for the next process.
+    # torch keeps compiled code for the next process.
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
 
 
 def test_ppo_finds_a_lever_that_helps(jobs) -> None:
-    # Nobody announces that memory dips every second window: who braces wins.
+    # Memory dips unannounced every second window, so bracing wins.
     dips = Strengths(event_every=2, event_share=0.6, event_told=0.0)
     env = env_of(jobs, dips, lanes=64, settings=PlannerSettings())
     recipe = LeverRecipe(decisions=20 * 64 * WINDOWS, batch=160, epochs=4, learning_rate=3e-3, entropy=0.0, width=16)
@@ -296,11 +296,11 @@ def test_ppo_finds_a_lever_that_helps(jobs) -> None:
 
 
 class Interrupted(Exception):
-    """Stand for whatever ends a training halfway."""
+    """Stands for any event that ends a training halfway."""
 
 
 @pytest.mark.parametrize(("rollouts", "clones"), [(1, 1), (2, 4), (3, 1)])
-def test_a_training_that_was_interrupted_ends_as_one_that_was_not(jobs, rollouts: int, clones: int) -> None:
+def test_interrupted_training_ends_like_an_uninterrupted_one(jobs, rollouts: int, clones: int) -> None:
     def weights(saved: SavedTraining | None, stop_after: int | None = None) -> dict[str, torch.Tensor]:
         done: list[int] = []
 
@@ -318,7 +318,7 @@ def test_a_training_that_was_interrupted_ends_as_one_that_was_not(jobs, rollouts
     assert saves.decisions == [0, 160, 320]
     with pytest.raises(Interrupted):
         weights(None, stop_after=rollouts)
-    # Whatever else draws numbers meanwhile has no part in it.
+    # Other random draws in the meantime have no effect on it.
     torch.rand(7)
     np.random.rand(7)  # noqa: NPY002
     taken_up = weights(saves.last())
@@ -326,7 +326,7 @@ def test_a_training_that_was_interrupted_ends_as_one_that_was_not(jobs, rollouts
     assert all(torch.equal(whole[name], taken_up[name]) for name in whole)
 
 
-def test_a_training_may_be_interrupted_over_and_over(jobs) -> None:
+def test_training_can_be_interrupted_repeatedly(jobs) -> None:
     whole = train_levers(env_of(jobs), RECIPE, seed=1).state_dict()
     saves, decisions = Saves(), []
 
@@ -350,7 +350,7 @@ def test_a_training_may_be_interrupted_over_and_over(jobs) -> None:
     assert all(torch.equal(whole[name], taken_up[name]) for name in whole)
 
 
-def test_a_training_that_is_taken_up_saves_first_what_it_took_up(jobs) -> None:
+def test_resumed_training_first_saves_the_state_it_resumed(jobs) -> None:
     saves = Saves()
     train_levers(env_of(jobs), RECIPE, seed=0, on_save=saves.append)
     again = Saves()
@@ -359,7 +359,7 @@ def test_a_training_that_is_taken_up_saves_first_what_it_took_up(jobs) -> None:
 
 
 class Saves:
-    """Keep what was saved of a training, as bytes."""
+    """A recorder of the saved bytes of a training."""
 
     def __init__(self) -> None:
         self.contents: list[bytes] = []

@@ -1,4 +1,4 @@
-"""A live tuner in exact mode changes no bit, whatever it does; and whatever is done to it, the run goes on."""
+"""Tests of a live tuner in exact mode: training stays bit-identical, and the run always continues."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
-# Decides at every step and may switch at every step.
+# Limits that decide and may switch at every step.
 RESTLESS = Limits(
     decide_every=1,
     min_steps_between_switches=0,
     canary_steps=0,
     gain_frac=-1e6,
     max_trips=10**6,
-    # Steps of microseconds: all of the tuner's work is more than them, and any plan may be slower.
+    # Steps take microseconds, so the tuner's work takes longer, and any plan may be slower.
     overhead_frac=1e6,
     slowdown_frac=1e6,
-    # On a busy machine an answer may take its time; lateness is tested by itself.
+    # On a busy machine an answer may be late; lateness is tested separately.
     decision_timeout_s=60.0,
 )
 
@@ -80,7 +80,7 @@ def seeded(seed: int = 0) -> None:
 
 @dataclasses.dataclass
 class Trace:
-    """All that a run leaves behind."""
+    """The result of a run."""
 
     losses: list[float]
     model: nn.Module
@@ -112,7 +112,7 @@ def train(
     on_step: Callable[[Any, int], None] | None = None,
     **attaching: Any,
 ) -> Trace:
-    """Train a fresh model, attached if there is anything to attach with."""
+    """Train a new model, attached if arguments of attach are given."""
     seeded()
     trained = model()
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
@@ -144,7 +144,7 @@ def train(
 
 
 class Wanders:
-    """Propose another placement at each decision."""
+    """A policy that proposes another placement at each decision."""
 
     name = "wanders"
 
@@ -165,7 +165,7 @@ def deep_gpt() -> nn.Module:
 
 
 class Moves:
-    """A budget that moves between what nothing and what everything needs."""
+    """A budget that varies between the needs of recomputing everything and nothing."""
 
     def __init__(self, lowest: int, highest: int) -> None:
         self.lowest, self.highest = lowest, highest
@@ -202,7 +202,7 @@ def test_training_attached_and_switching_is_bit_identical(model: Any, batches: A
         pytest.param(deep_gpt, token_batches, autocast_loss, id="autocast"),
     ],
 )
-def test_a_thousand_steps_attached_are_bit_identical(model: Any, batches: Any, loss_of: Loss) -> None:
+def test_thousand_attached_steps_are_bit_identical(model: Any, batches: Any, loss_of: Loss) -> None:
     plain = train(model, batches, loss_of, 1000)
     tuned = train(model, batches, loss_of, 1000, policy=Wanders(), memory_budget_bytes=10**9, limits=RESTLESS)
     assert tuned.status["switches"] >= 200  # type: ignore[attr-defined]
@@ -211,7 +211,7 @@ def test_a_thousand_steps_attached_are_bit_identical(model: Any, batches: Any, l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["exact", "greedy", "planner", "ppo"])
-def test_every_named_policy_follows_a_budget_that_moves_and_changes_no_bit(policy: str) -> None:
+def test_every_named_policy_follows_a_changing_budget_and_stays_bit_identical(policy: str) -> None:
     plain = train(deep_gpt, token_batches, gpt_loss, 60)
     peaks = profiled_peaks()
     budget = Moves(int(peaks[0] * 1.02), int(peaks[1] * 1.1))
@@ -232,7 +232,7 @@ def profiled_peaks() -> tuple[float, float]:
 
 
 class Hostile:
-    """Answer with everything that a policy must not."""
+    """A policy that gives every forbidden answer."""
 
     name = "hostile"
 
@@ -261,12 +261,12 @@ class Hostile:
         """Do nothing."""
 
 
-def test_a_hostile_policy_costs_nothing_but_trips() -> None:
+def test_hostile_policy_causes_only_trips() -> None:
     plain = train(deep_gpt, token_batches, gpt_loss, 60)
     budget = int(profiled_peaks()[0] * 1.05)
     limits = dataclasses.replace(RESTLESS, pause_steps=1)
     hostile = Hostile()
-    # Pauses double; what is tested is the answers, so they are short and the circuit breaker is far.
+    # Pauses double; they are short here, and the circuit breaker is far away, because the answers are tested.
     tuned = train(deep_gpt, token_batches, gpt_loss, 60, policy=hostile, memory_budget_bytes=budget, limits=limits)
     assert tuned.status["trips"]  # type: ignore[attr-defined]
     assert not tuned.status["over_budget_steps"]  # type: ignore[attr-defined]
@@ -275,7 +275,7 @@ def test_a_hostile_policy_costs_nothing_but_trips() -> None:
     assert_identical(plain, tuned)
 
 
-def test_too_many_trips_detach_for_good() -> None:
+def test_too_many_trips_detach_permanently() -> None:
     plain = train(deep_gpt, token_batches, gpt_loss, 60)
     limits = dataclasses.replace(RESTLESS, pause_steps=1, max_trips=3)
     tuned = train(deep_gpt, token_batches, gpt_loss, 60, policy=Hostile(), memory_budget_bytes=10**9, limits=limits)
@@ -285,7 +285,9 @@ def test_too_many_trips_detach_for_good() -> None:
 
 
 @pytest.mark.parametrize("lie", [float("nan"), -1, 0, "much", float("inf"), None, RuntimeError("no driver")])
-def test_a_budget_that_lies_is_noted_once_and_the_last_one_stands(lie: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_budget_is_logged_once_and_the_last_valid_one_is_kept(
+    lie: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     calls = 0
 
     def budget() -> Any:
@@ -301,14 +303,14 @@ def test_a_budget_that_lies_is_noted_once_and_the_last_one_stands(lie: Any, capl
     tuned = train(deep_gpt, token_batches, gpt_loss, 30, policy="exact", memory_budget_bytes=budget, limits=RESTLESS)
     assert tuned.status["attached"]  # type: ignore[attr-defined]
     refused = [event for event in tuned.events if event["event"] == "budget refused"]  # type: ignore[attr-defined]
-    # None is an answer: there is no budget now. A lie is told of once.
+    # None is a valid answer: there is no budget now. An invalid answer is reported once.
     assert len(refused) == (lie is not None)
     warned = [message for message in caplog.messages if "its last answer stands" in message]
     assert len(warned) == len(refused)
     assert_identical(plain, tuned)
 
 
-def test_the_variable_that_kills_is_read_when_attaching(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_switch_variable_is_read_when_attaching(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(deep_gpt, token_batches, gpt_loss, 20)
     monkeypatch.setenv(KILL_VARIABLE, "1")
     tuned = train(deep_gpt, token_batches, gpt_loss, 20, policy="exact", memory_budget_bytes=1000, limits=RESTLESS)
@@ -350,7 +352,7 @@ def test_attaching_and_detaching_leaves_no_trace() -> None:
     assert alive() is None
 
 
-def test_a_model_saved_while_attached_loads_where_this_package_is_not(tmp_path: Path) -> None:
+def test_model_saved_while_attached_loads_without_this_package(tmp_path: Path) -> None:
     model = TinyGPT(width=16, blocks=4)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=1000, runs_dir=None)
@@ -358,7 +360,7 @@ def test_a_model_saved_while_attached_loads_where_this_package_is_not(tmp_path: 
     for number, batch in enumerate(token_batches(14)):
         for micro in tuner.micro_batches(batch):
             if number in (0, 13):
-                # In the probe and under a plan.
+                # In the probe step and under a plan.
                 stream = io.BytesIO()
                 torch.save(model, stream)
                 saved.append(stream.getvalue())
@@ -380,7 +382,7 @@ def test_a_model_saved_while_attached_loads_where_this_package_is_not(tmp_path: 
 
 
 class BudgetError(Exception):
-    """Somebody's own exception."""
+    """A user's exception."""
 
 
 def raise_within(tuner: Any, model: nn.Module, batch: Any, error: BaseException) -> None:
@@ -390,7 +392,7 @@ def raise_within(tuner: Any, model: nn.Module, batch: Any, error: BaseException)
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt, BudgetError, torch.OutOfMemoryError])
-def test_the_users_own_exceptions_come_through_and_the_run_can_go_on(kind: type[BaseException]) -> None:
+def test_user_exceptions_propagate_and_the_run_can_continue(kind: type[BaseException]) -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(model, optimizer, Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
@@ -409,7 +411,7 @@ def test_the_users_own_exceptions_come_through_and_the_run_can_go_on(kind: type[
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
-def test_a_gradient_that_is_not_finite_never_reaches_a_weight() -> None:
+def test_nonfinite_gradient_never_reaches_a_weight() -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
@@ -423,7 +425,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_a_weight() -> None:
     assert stepped == [number % 3 != 1 for number in range(20)]
 
 
-def test_a_user_who_accumulates_by_hand_is_let_be() -> None:
+def test_manual_accumulation_by_the_user_is_left_alone() -> None:
     def run(attached: bool) -> list[torch.Tensor]:
         seeded()
         model = deep_gpt()
@@ -470,7 +472,7 @@ def test_observing_scores_its_advice_and_switches_nothing() -> None:
     assert_identical(plain, tuned)
 
 
-def test_a_model_without_units_is_observed_only() -> None:
+def test_model_without_units_is_only_observed() -> None:
     class Flat(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -526,7 +528,7 @@ def test_a_model_without_units_is_observed_only() -> None:
         ({"model": nn.Sequential(nn.LazyLinear(4), nn.ReLU())}, r"0\.weight has no shape yet"),
     ],
 )
-def test_wrong_input_is_one_line_and_the_model_stays_untouched(change: dict[str, Any], said: str) -> None:
+def test_invalid_input_is_one_line_and_leaves_the_model_unchanged(change: dict[str, Any], said: str) -> None:
     model = deep_gpt()
     before = shape_of(model)
     arguments: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
@@ -534,11 +536,11 @@ def test_wrong_input_is_one_line_and_the_model_stays_untouched(change: dict[str,
         autotune.attach(**{"runs_dir": None, **arguments, **change})
     assert "\n" not in str(caught.value)
     assert shape_of(model) == before
-    # Nothing was taken: the next one can attach.
+    # The failed attach left nothing, so the next one can attach.
     autotune.attach(model, arguments["optimizer"], runs_dir=None).detach()
 
 
-def test_a_second_attach_is_refused() -> None:
+def test_second_attach_is_rejected() -> None:
     model = deep_gpt()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with autotune.attach(model, optimizer, runs_dir=None), pytest.raises(AttachError, match="attached to this model"):
@@ -574,12 +576,12 @@ def test_calls_out_of_order_name_the_remedy() -> None:
         {"pause_steps": True},
     ],
 )
-def test_limits_refuse_what_is_no_limit(wrong: dict[str, Any]) -> None:
+def test_invalid_limits_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(AttachError, match=next(iter(wrong))):
         Limits(**wrong)
 
 
-def test_a_recorded_run_is_repeated_without_its_policy(tmp_path: Path) -> None:
+def test_recorded_run_can_be_repeated_without_its_policy(tmp_path: Path) -> None:
     seeded()
     first = deep_gpt()
     optimizer = torch.optim.AdamW(first.parameters(), 1e-2)
@@ -606,7 +608,7 @@ def test_a_recorded_run_is_repeated_without_its_policy(tmp_path: Path) -> None:
     assert [(event["step"], event["plan"]) for event in repeated] == [(e["step"], e["plan"]) for e in switched]
 
 
-def test_replay_shows_predictions_beside_measurements_and_runs_the_job_again(
+def test_replay_compares_predictions_with_measurements_and_reruns_the_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from autotune.cli.main import run
@@ -637,7 +639,7 @@ def test_replay_shows_predictions_beside_measurements_and_runs_the_job_again(
 
 
 class Greedy:
-    """Want the fullest plan always; be late, answer nonsense or raise now and then."""
+    """A policy that always wants the largest plan, and is sometimes late, invalid or raises."""
 
     name = "greedy for memory"
 
@@ -658,7 +660,7 @@ class Greedy:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ten_thousand_greedy_decisions_under_a_budget_that_moves_and_lies() -> None:
+def test_ten_thousand_greedy_decisions_respect_a_changing_and_sometimes_invalid_budget() -> None:
     lowest, highest = profiled_peaks()
     generator = np.random.default_rng(0)
     lies = 0
@@ -670,7 +672,7 @@ def test_ten_thousand_greedy_decisions_under_a_budget_that_moves_and_lies() -> N
             return [float("nan"), -1, "none of it", 0][lies % 4]
         return int(generator.uniform(lowest * 1.02, highest * 1.05))
 
-    # Pauses double, so that they begin as short as can be, and a few trips are all there is time for.
+    # Pauses double, so they start as short as possible, and only a few trips fit in the time.
     limits = dataclasses.replace(RESTLESS, pause_steps=1)
     greedy = Greedy()
     plain = train(deep_gpt, token_batches, gpt_loss, 12_000)
@@ -681,13 +683,13 @@ def test_ten_thousand_greedy_decisions_under_a_budget_that_moves_and_lies() -> N
     assert not status["over_budget_steps"]
     assert status["placed"] > 1000
     assert len(status["trips"]) == sum(event["event"] == "tripped" for event in events) == 5
-    # Numbers of two types, and text.
+    # Numbers of two types and text.
     assert sum(event["event"] == "budget refused" for event in events) == 3
     assert lies > 300
     assert_identical(plain, tuned)
 
 
-def test_what_a_plan_is_launched_with_is_left_to_the_script_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_launch_options_of_a_plan_are_left_to_the_script_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     space = PlanSpace(units=autotune.find_units(TinyGPT()), accumulation_choices=(1,), precisions=(Precision.INHERIT,))
     plan = space.leanest().changed(launch=Launch(optimizer="lion", learning_rate=1e-4))
     assert find_policy(plan).decide(None, space.baseline()) == space.leanest()

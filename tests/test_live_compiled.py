@@ -1,4 +1,4 @@
-"""Attached to compiled models: blocks are switched without compiling anything again, whole models are observed."""
+"""Tests of attaching to compiled models: blocks are switched without recompilation, whole models are only observed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 
 import autotune
 
-# What is deprecated within the compiler is no concern here.
+# Deprecation warnings inside the compiler do not matter here.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Block(nn.Module):
-    """A block with dropout and without a counter, which would be a constant of what is compiled."""
+    """A block with dropout and without a counter, which would be a constant of the compiled code."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def _compile_anew() -> Iterator[None]:
 
 
 def counted(run: Callable[[], Trace]) -> tuple[Trace, dict[str, int]]:
-    """Return a run, and how often it compiled what."""
+    """Return a run, and the number of compilations of each function."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -66,14 +66,14 @@ def counted(run: Callable[[], Trace]) -> tuple[Trace, dict[str, int]]:
 @pytest.mark.parametrize(
     ("backend", "ragged"),
     [
-        # Under this backend, torch marks outputs of varying size with attributes.
+        # With this backend, torch marks outputs of varying size with attributes.
         ("aot_eager", True),
         pytest.param("eager", True, marks=pytest.mark.slow),
         pytest.param("eager", False, marks=pytest.mark.slow),
         pytest.param("aot_eager", False, marks=pytest.mark.slow),
     ],
 )
-def test_blocks_that_are_compiled_one_by_one_are_switched_and_not_compiled_again(backend: str, ragged: bool) -> None:
+def test_individually_compiled_blocks_are_switched_without_recompilation(backend: str, ragged: bool) -> None:
     def model() -> nn.Module:
         return compiled_blocks(backend)
 
@@ -86,7 +86,7 @@ def test_blocks_that_are_compiled_one_by_one_are_switched_and_not_compiled_again
     )
     assert tuned.status["switches"] >= 25  # type: ignore[attr-defined]
     assert not any(name.startswith("blocks") for name in tuned.tuner.locks)
-    # What the process compiles for the first time, it may look at once more than later.
+    # The first compilation in a process may be followed by one more check than later ones.
     assert all(after[name] <= before[name] for name in after), (before, after)
     assert after["unique_graphs"] == before["unique_graphs"] <= 2
     assert_identical(plain, tuned)
@@ -95,7 +95,7 @@ def test_blocks_that_are_compiled_one_by_one_are_switched_and_not_compiled_again
 
 
 @pytest.mark.parametrize("way", ["torch.compile", pytest.param("model.compile", marks=pytest.mark.slow)])
-def test_a_model_that_is_compiled_as_a_whole_is_observed_only(way: str) -> None:
+def test_model_compiled_as_a_whole_is_only_observed(way: str) -> None:
     def model() -> nn.Module:
         made = plain_gpt()
         if way == "model.compile":
@@ -117,7 +117,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_observed_only(way: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_block_that_is_compiled_in_place_is_left_alone_with_the_remedy() -> None:
+def test_block_compiled_in_place_is_left_alone_with_a_remedy() -> None:
     model: Any = plain_gpt()
     for block in model.blocks:
         block.compile(backend="eager")

@@ -1,4 +1,4 @@
-"""Attached to a DeepSpeed engine: the same bits on every rank, whatever the policy does; what cannot be is refused."""
+"""Tests of attaching to a DeepSpeed engine: every rank stays bit-identical; unsupported use is rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import autotune
 from autotune.errors import AttachError
 
 
-def test_what_is_no_engine_is_refused() -> None:
+def test_object_that_is_not_an_engine_is_rejected() -> None:
     with pytest.raises(AttachError, match=r"engine is a dict .*deepspeed\.initialize"):
         autotune.attach(engine={})
 
@@ -22,7 +22,7 @@ def test_what_is_no_engine_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("stage", range(4))
-def test_an_engine_trains_the_same_bits_attached_and_switching(stage: int, tmp_path: Path) -> None:
+def test_attached_engine_with_plan_switches_is_bit_identical(stage: int, tmp_path: Path) -> None:
     ranks = run_ranks(tmp_path, stage, 60)
     for found in (rank["runs"] for rank in ranks):
         for way in found:
@@ -31,12 +31,12 @@ def test_an_engine_trains_the_same_bits_attached_and_switching(stage: int, tmp_p
                 assert found[way][kind] == plain[kind], way
             if way.startswith("wandering"):
                 assert found[way]["attached"], found[way]["why"]
-                # Stage 3 is observed only.
+                # Stage 3 is only observed.
                 least = 0 if stage == 3 else 20
                 assert least <= found[way]["switches"] <= 10**6 * least
     for way in ("wandering", "insisting"):
         plans = [rank["runs"][way]["plans"] for rank in ranks]
-        # While each rank profiles its own steps, storage is its own business.
+        # While a rank profiles its own steps, its storage may differ from other ranks'.
         assert plans[0][12:] == plans[1][12:]
     refused = ranks[0]["refusals"]
     assert "mode is rounding" in refused["mode"]

@@ -1,4 +1,4 @@
-"""Whatever the user's own code raises comes through as it is, wherever it is raised, and the run can go on."""
+"""Tests of exceptions from user code: they propagate unchanged, and the run can continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 16
 
 
 class OwnError(Exception):
-    """Somebody's own exception, which knows what it was about."""
+    """A user's exception with attributes."""
 
 
 def raise_mine(kind: type[BaseException], place: str) -> None:
@@ -31,7 +31,7 @@ def raise_mine(kind: type[BaseException], place: str) -> None:
 
 
 class OwnOptimizer(torch.optim.AdamW):
-    """Somebody's own optimizer."""
+    """A user's optimizer."""
 
     def __init__(self, owner: Clumsy) -> None:
         super().__init__(owner.model.parameters(), 1e-2)
@@ -43,12 +43,12 @@ class OwnOptimizer(torch.optim.AdamW):
 
 
 class Clumsy:
-    """Train two micro-batches a step, attached or not, and raise at some steps at one place; then go on.
+    """A loop of two micro-batches per step that raises in some steps at one place, and then continues.
 
     Args:
-        place: where it raises.
-        kind: what it raises.
-        at: the steps in which it does.
+        place: place of the exception.
+        kind: type of the exception.
+        at: steps in which it is raised.
         attach: whether a tuner is attached.
     """
 
@@ -121,20 +121,20 @@ class Clumsy:
             try:
                 pair = next(loader, None)
                 if pair is None:
-                    # Its generator has ended with the exception.
+                    # The generator has ended with the exception.
                     break
                 self.one_step(*pair)
             except BaseException as error:
                 self.caught.append(error)
-                # What a loop does that skips a batch.
+                # The steps of a loop that skips a batch.
                 self.optimizer.zero_grad()
             self.number += 1
         return Trace(self.losses, self.model, self.optimizer)
 
 
 @pytest.mark.parametrize("place", [*PLACES, *(pytest.param(place, marks=pytest.mark.slow) for place in MORE_PLACES)])
-def test_what_the_users_code_raises_comes_through_and_the_run_goes_on(place: str) -> None:
-    # In the probe, while traced, and under plans.
+def test_exceptions_from_user_code_propagate_and_the_run_continues(place: str) -> None:
+    # In the probe step, in traced steps and under plans.
     at = {0, 2, 9, 13} if place != "loader" else {9}
     kind = KeyboardInterrupt if place in ("between", "loader") else OwnError
     plain = Clumsy(place, kind, set(at), attach=False)
@@ -199,7 +199,7 @@ print("came to its end")
         pytest.param(99, "nothing", 0, "", marks=pytest.mark.slow),
     ],
 )
-def test_a_process_ends_as_it_would_without_the_tuner(at: int, what: str, code: int, last: str) -> None:
+def test_process_ends_as_it_would_without_the_tuner(at: int, what: str, code: int, last: str) -> None:
     tests = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
     done = subprocess.run(
@@ -211,7 +211,7 @@ def test_a_process_ends_as_it_would_without_the_tuner(at: int, what: str, code: 
         check=False,
     )
     assert done.returncode == code, done.stderr
-    # The library behind the profiler says a line of its own.
+    # The library behind the profiler prints its own line.
     said = [line for line in done.stderr.splitlines() if "CPUAllocator" not in line]
     assert said[-1:] == ([last] if last else [])
     assert ("came to its end" in done.stdout) == (code == 0)

@@ -1,4 +1,4 @@
-"""The rules that sit outside of every policy: on a real profile's predictions, and without a model."""
+"""Tests of the guard's rules, which apply to every policy, with a real profile and without one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def situation(placements: Placements, **changes: object) -> Situation:
     )
 
 
-def test_predictions_between_sizes_are_never_below_the_memory_model(placements: Placements) -> None:
+def test_interpolated_predictions_are_never_below_the_memory_model(placements: Placements) -> None:
     profile = placements.profile
     generator = np.random.default_rng(0)
     for _ in range(30):
@@ -68,7 +68,7 @@ def test_predictions_between_sizes_are_never_below_the_memory_model(placements: 
             assert placements.peak_bytes(plan, float(size)) >= arrays.peak_bytes(one, float(size))[0] * (1 - 1e-9)
 
 
-def test_what_is_larger_than_anything_traced_is_taken_to_grow_fast(profile: Profile) -> None:
+def test_memory_beyond_the_largest_traced_size_is_assumed_to_grow_fast(profile: Profile) -> None:
     plan = profile.space.baseline()
     steep, gentle = Placements(profile), Placements(profile, square_share=0.5)
     assert steep.peak_bytes(plan, 1.5) > gentle.peak_bytes(plan, 1.5)
@@ -76,17 +76,15 @@ def test_what_is_larger_than_anything_traced_is_taken_to_grow_fast(profile: Prof
     assert steep.peak_bytes(plan, 100.0) == float("inf")
 
 
-def test_a_plan_that_is_made_anew_is_predicted_as_before(
-    placements: Placements, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_plan_is_predicted_identically(placements: Placements, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = placements.plans[0]
     peak = placements.peak_bytes(plan, 1.0)
-    # Policies make the same plan anew at each decision: to predict it takes longer than a short step may.
+    # Policies build the same plan again at each decision, and predicting it takes longer than a short step may.
     monkeypatch.setattr(placements, "_peaks_of", None)
     assert placements.peak_bytes(Plan.from_json(plan.to_json()), 1.0) == peak
 
 
-def test_the_fastest_that_fits_is_the_fastest_of_all_that_fit(placements: Placements) -> None:
+def test_fastest_fitting_plan_is_the_fastest_of_all_fitting_plans(placements: Placements) -> None:
     profile = placements.profile
     highest = max(placements.peak_bytes(plan, 1.0) for plan in placements.plans)
     lowest = placements.peak_bytes(placements.leanest(), 1.0)
@@ -103,7 +101,7 @@ def test_the_fastest_that_fits_is_the_fastest_of_all_that_fit(placements: Placem
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_a_group_keeps_precisions_and_under_adaptive_batching_k(placements: Placements, *, adaptive: bool) -> None:
+def test_plan_group_shares_precisions_and_under_adaptive_batching_k(placements: Placements, *, adaptive: bool) -> None:
     if adaptive:
         placements = Placements(dataclasses.replace(placements.profile, batching="adaptive"))
     plan = placements.plans[0]
@@ -115,14 +113,14 @@ def test_a_group_keeps_precisions_and_under_adaptive_batching_k(placements: Plac
 
 
 @pytest.mark.parametrize("proposal", [None, 7, "plan", {"version": 1}, float("nan"), [1, 2]])
-def test_what_is_no_plan_is_illegal(placements: Placements, proposal: object) -> None:
+def test_object_that_is_not_a_plan_is_illegal(placements: Placements, proposal: object) -> None:
     verdict = judge(proposal, situation(placements), FREE)
     assert verdict.illegal
     assert verdict.refused == "plan"
     assert verdict.plan == placements.profile.space.leanest()
 
 
-def test_what_lies_outside_the_space_or_the_profile_is_illegal(placements: Placements) -> None:
+def test_plan_outside_the_space_or_the_profile_is_illegal(placements: Placements) -> None:
     space = placements.profile.space
     for wrong in (
         space.baseline().changed(accumulation_steps=997),
@@ -134,7 +132,7 @@ def test_what_lies_outside_the_space_or_the_profile_is_illegal(placements: Place
         assert verdict.refused in ("space", "predictable")
 
 
-def test_a_locked_unit_is_never_recomputed(placements: Placements) -> None:
+def test_locked_unit_is_never_recomputed(placements: Placements) -> None:
     space = placements.profile.space
     name = space.recomputable[0]
     verdict = judge(space.leanest(), situation(placements, locks={name: "hidden randomness"}), FREE)
@@ -142,7 +140,7 @@ def test_a_locked_unit_is_never_recomputed(placements: Placements) -> None:
     assert verdict.rules["locks"] == "repaired"
 
 
-def test_a_thousand_greedy_proposals_never_leave_the_budget(placements: Placements) -> None:
+def test_thousand_greedy_proposals_never_exceed_the_budget(placements: Placements) -> None:
     space = placements.profile.space
     generator = np.random.default_rng(1)
     lowest = placements.peak_bytes(placements.leanest(), 1.0)
@@ -152,7 +150,7 @@ def test_a_thousand_greedy_proposals_never_leave_the_budget(placements: Placemen
     for _ in range(1_000):
         room = float(generator.uniform(lowest, highest))
         length = float(generator.uniform(0.2, 1.0))
-        # The greediest plan, mostly: the one that wants all there is.
+        # Usually the greediest plan, the one that uses the most memory.
         proposal: Plan = space.baseline() if generator.random() < 0.7 else space.sample(generator)
         verdict = judge(proposal, situation(placements, usable_bytes=room, length=length, current=current), FREE)
         if verdict.refused is None:
@@ -162,20 +160,20 @@ def test_a_thousand_greedy_proposals_never_leave_the_budget(placements: Placemen
     assert changed > 12
 
 
-def test_a_switch_waits_and_must_be_worth_it(placements: Placements) -> None:
+def test_switch_waits_and_must_pay_off(placements: Placements) -> None:
     limits = Limits(min_steps_between_switches=50, gain_frac=0.03)
     fast, slow = placements.plans[0], placements.plans[-1]
     soon = judge(fast, situation(placements, current=slow, since_switch=10), limits)
     assert soon.refused == "interval"
     worse = judge(slow, situation(placements, current=fast, since_switch=100), limits)
     assert worse.refused == "gain"
-    # What no longer fits does not wait.
+    # A plan that no longer fits is replaced without waiting.
     lean, room = placements.leanest(), placements.peak_bytes(fast, 1.0) * 0.999
     urgent = judge(lean, situation(placements, current=fast, since_switch=1, usable_bytes=room), limits)
     assert urgent.refused is None
 
 
-def test_whoever_is_not_trusted_gets_the_baseline_or_what_fits(placements: Placements) -> None:
+def test_distrusted_policy_is_replaced_by_the_baseline_or_a_fitting_plan(placements: Placements) -> None:
     baseline = placements.profile.space.baseline()
     assert fallback(baseline, None, 1.0, 1.0) == baseline
     assert fallback(baseline, placements, float("inf"), 1.0) == baseline
@@ -185,7 +183,7 @@ def test_whoever_is_not_trusted_gets_the_baseline_or_what_fits(placements: Place
     assert placements.peak_bytes(found, 1.0) <= room or found == placements.leanest()
 
 
-def test_trips_pause_for_longer_and_longer_and_then_for_good() -> None:
+def test_trips_pause_for_increasing_periods_and_then_permanently() -> None:
     breaker = Breaker.closed(Limits(pause_steps=10, max_trips=3))
     assert breaker.allows(0)
     breaker.trip(100, "one")
@@ -199,7 +197,7 @@ def test_trips_pause_for_longer_and_longer_and_then_for_good() -> None:
 
 
 def readings(**series: Any) -> list[str | None]:
-    """Return what the wires say after each of a few windows."""
+    """Return the trip wires' results after each of a few windows."""
     wires = Wires(Limits())
     calm = {"pressure": None, "retries": 0, "graphs": 0, "placed": 0, "non_finite": 0, "rounds": False}
     count = max(len(values) for values in series.values())
@@ -209,32 +207,32 @@ def readings(**series: Any) -> list[str | None]:
     ]
 
 
-def test_pressure_trips_in_two_windows_only() -> None:
+def test_memory_pressure_trips_only_in_two_consecutive_windows() -> None:
     assert readings(pressure=[0.99]) == [None]
     assert readings(pressure=[0.99, 0.5, 0.99]) == [None] * 3
     said = readings(pressure=[0.1, 1.03, 1.05, 1.05])
     assert "103% and 105%" in str(said[2])
-    # What was said is said once.
+    # A message is logged once.
     assert [one is None for one in said] == [True, True, False, True]
 
 
-def test_retries_of_the_allocator_trip_where_they_go_on() -> None:
+def test_repeated_allocator_retries_trip() -> None:
     assert readings(retries=[3, 4, 4, 5]) == [None] * 4
     assert "1 and 2 times" in str(readings(retries=[3, 4, 6])[2])
 
 
-def test_recompiles_trip_only_where_plans_were_switched() -> None:
+def test_recompilations_trip_only_after_plan_switches() -> None:
     assert readings(graphs=[1, 2, 3], placed=[0, 0, 0]) == [None] * 3
     assert readings(graphs=[1, 2, 2, 3], placed=[0, 1, 2, 3]) == [None] * 4
     assert "2 graphs" in str(readings(graphs=[1, 2, 3], placed=[0, 1, 2])[2])
 
 
-def test_a_loss_that_is_not_finite_trips_unless_the_run_is_bit_identical() -> None:
+def test_nonfinite_loss_trips_unless_the_run_is_bit_identical() -> None:
     assert readings(non_finite=[1], rounds=[False]) == [None]
     assert "not finite" in str(readings(non_finite=[1], rounds=[True])[0])
 
 
-def test_steps_skipped_under_the_users_own_precision_are_the_users() -> None:
+def test_steps_skipped_under_the_users_precision_do_not_trip() -> None:
     wires = Wires(Limits())
     assert [wires.after_step(stepped=False, rounds=False) for _ in range(3)] == [None] * 3
     said = [wires.after_step(stepped=stepped, rounds=True) for stepped in (False, True, False, False)]
@@ -242,7 +240,7 @@ def test_steps_skipped_under_the_users_own_precision_are_the_users() -> None:
 
 
 @pytest.mark.parametrize(("own", "trips"), [(1.0, False), (1.3, True)])
-def test_slowness_is_judged_against_the_baseline_turn_by_turn(own: float, trips: bool) -> None:
+def test_slowness_is_measured_against_the_baseline_in_alternating_steps(own: float, trips: bool) -> None:
     check, limits = SlowdownCheck(), Limits()
     generator = np.random.default_rng(0)
     check.begin_if_slow(1.5, limits, possible=False)
@@ -252,20 +250,20 @@ def test_slowness_is_judged_against_the_baseline_turn_by_turn(own: float, trips:
     seen = set()
     for number in range(200):
         seen.add(check.runs_baseline)
-        # The machine gets slower all the time, which is nobody's fault.
+        # The machine gets steadily slower, which no plan causes.
         drift = 1 + number / 50
         check.note(drift * (1.0 if check.runs_baseline else own) * generator.uniform(0.99, 1.01))
     assert seen == {True, False}
     assert (check.verdict(limits) is not None) == trips
 
 
-def test_without_a_budget_everything_is_usable() -> None:
+def test_every_plan_is_usable_without_a_budget() -> None:
     assert usable(None) == float("inf")
     assert 0.99 * 1000 < usable(1000) < 1000
 
 
 @pytest.mark.parametrize(("switches", "held"), [(0, False), (1, True), (2, False)])
-def test_the_first_switch_is_held_before_another_one(placements: Placements, switches: int, *, held: bool) -> None:
+def test_first_switch_is_kept_before_the_next_one(placements: Placements, switches: int, *, held: bool) -> None:
     limits = dataclasses.replace(FREE, canary_steps=20)
     now = situation(placements, current=placements.leanest(), since_switch=19, switches=switches)
     verdict = judge(placements.plans[0], now, limits)

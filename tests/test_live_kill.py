@@ -1,4 +1,4 @@
-"""A kill switch works within one step: afterwards the run is the one that was never attached to."""
+"""Tests of kill switches: they work within one step and leave the run as if never attached."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import autotune
 from autotune.live.kill_switches import KILL_VARIABLE
 
 STEPS = 30
-# Where in a step the switch is pulled.
+# Places in a step where the kill switch is used.
 MOMENTS = ("before", "forward", "backward", "update")
 
 
 class Draws(ConvolutionBlock):
-    """Have buffers that forward updates, and draw from the global generator."""
+    """A model whose forward pass updates buffers and draws from the global generator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(super().forward(x), 0.2, self.training)
@@ -37,13 +37,13 @@ def model() -> nn.Module:
 
 
 class Run:
-    """Train step by step, attached or not, and pull a switch once.
+    """A run that trains step by step, attached or not, and uses a kill switch once.
 
     Args:
-        way: ``call``, ``file``, ``variable``, or ``never`` for a run that is not attached to.
-        at: the step in which it is pulled.
-        moment: where in that step.
-        runs: where the run directory is made.
+        way: ``call``, ``file``, ``variable``, or ``never`` for an unattached run.
+        at: step in which the switch is used.
+        moment: place in that step.
+        runs: folder in which the run directory is made.
     """
 
     def __init__(self, way: str, at: int, moment: str, runs: Path, patch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def pulls(count: int, seed: int) -> Iterator[tuple[str, int, str]]:
     generator = np.random.default_rng(seed)
     for number in range(count):
         way = ("call", "call", "file", "file", "variable")[number % 5]
-        # A process that reads a variable when it attaches cannot be reached by it later.
+        # The variable is read when attaching, so it has no effect on a running process.
         moment = "before" if way == "variable" else MOMENTS[int(generator.integers(4))]
         yield way, int(generator.integers(STEPS - 1)), moment
 
@@ -134,10 +134,10 @@ def kill(count: int, seed: int, folder: Path, patch: pytest.MonkeyPatch) -> list
         run = Run(way, at, moment, folder / str(number), patch)
         trace = run.train()
         assert_identical(plain, trace)
-        # Nothing was written where nothing was attached.
+        # An unattached run writes nothing.
         assert run.runs.exists() == (way != "variable")
         runs.append(run)
-    # Their threads have ended, or are about to.
+    # The threads have ended, or are about to end.
     for thread in threading.enumerate():
         if thread.name == "autotune-policy" and thread not in others:
             thread.join(5.0)
@@ -146,7 +146,7 @@ def kill(count: int, seed: int, folder: Path, patch: pytest.MonkeyPatch) -> list
 
 
 @pytest.mark.slow
-def test_a_switch_that_is_pulled_anywhere_in_a_step_leaves_the_run_that_was_never_attached_to(
+def test_kill_switch_at_any_point_of_a_step_restores_the_unattached_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = kill(5, 1, tmp_path, monkeypatch)
@@ -154,9 +154,9 @@ def test_a_switch_that_is_pulled_anywhere_in_a_step_leaves_the_run_that_was_neve
 
 
 @pytest.mark.slow
-def test_a_switch_pulled_at_a_hundred_random_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_switch_works_at_a_hundred_random_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = kill(100, 0, tmp_path, monkeypatch)
     assert {(run.way, run.moment) for run in runs} >= {(way, moment) for way in ("call", "file") for moment in MOMENTS}
     assert len({run.at for run in runs}) >= 25
-    # Plans had been switched before most of them.
+    # Plans had been switched before most of these steps.
     assert sum(run.placed > 0 for run in runs) >= 50

@@ -1,4 +1,4 @@
-"""An attached run never needs more memory than its budget of the moment: every real step is metered."""
+"""Tests that an attached run never exceeds its current memory budget; every real step is metered."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def train_on(trained: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.
 
 
 class Twin:
-    """Train the same bits without a tuner, under the plans that the tuner chose, and meter each step.
+    """A run without a tuner, bit-identical under the tuner's plans, that meters each step.
 
-    The tuner traces steps of its own, and of two profilers only one can run: so it is the twin that is metered in all.
+    The twin is metered because the tuner traces steps of its own, and only one profiler can run at a time.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Twin:
 
 
 def needs() -> tuple[int, int]:
-    """Return what a step with the largest batch needs under the leanest plan and under the baseline."""
+    """Return the bytes of a step with the largest batch, under the leanest plan and under the baseline."""
     twin = Twin()
     space = PlanSpace(units=find_units(twin.model), accumulation_choices=(1,), precisions=(Precision.INHERIT,))
     batch = torch.zeros(8, LONG, dtype=torch.long)
@@ -90,7 +90,7 @@ def needs() -> tuple[int, int]:
 
 @dataclass
 class Step:
-    """What a step was allowed to need and what it needed."""
+    """The budget and the peaks of a step."""
 
     budget: int
     twin: int
@@ -106,7 +106,7 @@ class Step:
 def metered_run(
     lengths: Iterable[int], budget: Callable[[int], int], policy: Any = "exact"
 ) -> tuple[list[Step], dict[str, Any]]:
-    """Train attached, and return each step's budget and peaks: of its twin, its own, or as the tuner traced it."""
+    """Train attached, and return each step's budget and peaks: the twin's, its own, and the traced one."""
     now, twin = 0, Twin()
     seeded()
     trained = model()
@@ -139,12 +139,12 @@ def assert_within(steps: list[Step], status: dict[str, Any], *, known_to_fit: bo
     assert status["attached"], status
     if known_to_fit:
         assert not status["over_budget_steps"]
-    # On a busy machine the profile is taken in fewer steps.
+    # On a busy machine the profile takes fewer steps.
     assert sum(step.traced is not None for step in steps) >= 2
-    # The first step probes each unit on copies of what it is handed.
+    # The first step probes each unit on copies of its inputs.
     over = {number: step for number, step in enumerate(steps) if number > 0 and step.largest > step.budget}
     assert not over
-    # The tuner holds nothing of its own while a step runs.
+    # The tuner holds no memory of its own while a step runs.
     assert all(step.own <= step.twin + 100 for step in steps[1:] if step.own is not None)
 
 
@@ -154,7 +154,7 @@ def bounds() -> tuple[int, int]:
 
 
 def wave(number: int) -> float:
-    """Return a share of the room that is tight at first, and moves up and down, at once and slowly."""
+    """Return a share of the memory range that is small at first, and then rises and falls, abruptly and slowly."""
     return [0.0, 0.0, 1.0, 0.1, 0.6][number % 5] if number < 12 else abs(math.sin(number / 5))
 
 
@@ -163,19 +163,19 @@ def ragged(seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_ragged_steps_stay_within_a_budget_that_moves_from_the_second_step_on(bounds: tuple[int, int]) -> None:
+def test_variable_length_steps_respect_a_changing_budget_from_the_second_step(bounds: tuple[int, int]) -> None:
     low, high = bounds
-    # The largest ones first, while nothing is known.
+    # The largest batches come first, while nothing is known.
     lengths = [LONG, LONG, LONG, *ragged(0, 27)]
     steps, status = metered_run(lengths, lambda n: int(low * 1.03 + wave(n) * (high - low)))
     assert status["placed"] >= 12
     assert_within(steps, status)
-    # Else nothing would have been put to the test.
+    # Otherwise nothing would have been tested.
     assert sum(step.largest > 0.9 * step.budget for step in steps) >= 5
 
 
 @pytest.mark.slow
-def test_lengths_that_grow_beyond_all_that_was_seen_stay_within_a_tight_budget(bounds: tuple[int, int]) -> None:
+def test_lengths_beyond_all_seen_respect_a_tight_budget(bounds: tuple[int, int]) -> None:
     low, _ = bounds
     lengths = [int(length) for length in np.linspace(SHORT, LONG, 28)]
     steps, status = metered_run(lengths, lambda _: int(low * 1.1))
@@ -186,25 +186,25 @@ def test_lengths_that_grow_beyond_all_that_was_seen_stay_within_a_tight_budget(b
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["ppo", "greedy"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_budget_drawn_anew_at_each_step_is_never_exceeded(seed: int, policy: str, bounds: tuple[int, int]) -> None:
+def test_random_budget_per_step_is_never_exceeded(seed: int, policy: str, bounds: tuple[int, int]) -> None:
     low, high = bounds
     drawn = np.random.default_rng(100 + seed).uniform(low * 1.03, high * 1.05, 100).astype(int)
     steps, status = metered_run(ragged(seed, 100), lambda n: int(drawn[n]), policy)
-    # How often, the noise of a tiny model's times decides.
+    # The number varies with the timing noise of a tiny model.
     assert status["placed"] >= 20
-    # As long as the law by which memory grows is not known, a long batch may have no plan that is known to fit: then
-    # the leanest one runs, and it does fit.
+    # While the growth law of memory is unknown, possibly no plan is known to fit a long batch; then
+    # the leanest plan runs, and it fits.
     assert_within(steps, status, known_to_fit=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_no_plan_at_any_length_needs_more_than_is_predicted(
+def test_no_plan_at_any_length_needs_more_than_predicted(
     seed: int, bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Predictions of every profile that a run makes of itself are held against what each plan then needs.
+    """Predictions of every profile of a run are compared with the peaks of the plans that run afterwards.
 
-    The plans that run, and so what is traced of them, are drawn: a policy may choose any of those that fit.
+    The running plans, and so the traced steps, are random: a policy may choose any fitting plan.
     """
     low, high = bounds
     draw = random.Random(seed)
@@ -242,7 +242,7 @@ def test_no_plan_at_any_length_needs_more_than_is_predicted(
     assert len(known) >= 3
 
 
-def test_outputs_that_a_loop_holds_until_it_has_others_are_counted() -> None:
+def test_outputs_that_a_loop_keeps_until_the_next_step_are_counted() -> None:
     held: list[torch.Tensor] = []
     trained = TinyGPT(tokens=256, width=16, blocks=4)
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
@@ -252,7 +252,7 @@ def test_outputs_that_a_loop_holds_until_it_has_others_are_counted() -> None:
     def step() -> None:
         for micro in tuner.micro_batches(batch):
             logits = trained(micro[:, :-1])
-            # From here on the former ones are gone.
+            # The previous outputs are released here.
             held[:] = [logits]
             tuner.backward(F.cross_entropy(logits.flatten(0, 1), micro[:, 1:].flatten()))
             del logits
@@ -264,7 +264,7 @@ def test_outputs_that_a_loop_holds_until_it_has_others_are_counted() -> None:
     assert not any(storage == "recompute" for storage in tuner.plan.storage.values())
     meter = MemoryMeter(CPU)
     held.clear()
-    # One profile of several steps sees what a step holds from the one before.
+    # A profile of several steps shows memory that a step holds from the previous one.
     with meter.metering(resident_tensors(trained, optimizer, [batch])):
         for _ in range(3):
             step()
@@ -273,7 +273,7 @@ def test_outputs_that_a_loop_holds_until_it_has_others_are_counted() -> None:
     tuner.detach()
 
 
-def test_predictions_are_scored_before_anybody_acts(bounds: tuple[int, int]) -> None:
+def test_predictions_are_scored_before_any_switch(bounds: tuple[int, int]) -> None:
     low, high = bounds
     seen: list[float] = []
     for length in (SHORT, LONG):
@@ -294,7 +294,9 @@ def test_predictions_are_scored_before_anybody_acts(bounds: tuple[int, int]) -> 
     assert max(seen) <= SAFETY_MARGIN
 
 
-def test_whoever_predicts_a_peak_too_low_never_acts(bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_that_underestimates_a_peak_never_acts(
+    bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Hopeful(Placements):
         def peak_bytes(self, plan: Plan, length: float) -> float:
             return 0.98 * super().peak_bytes(plan, length)
@@ -304,12 +306,12 @@ def test_whoever_predicts_a_peak_too_low_never_acts(bounds: tuple[int, int], mon
     steps, status = metered_run([LONG] * 30, lambda _: (low + high) // 2)
     assert not status["acting"]
     assert re.fullmatch(r"a peak was predicted [\d.]+% too low", status["locks"]["profile"])
-    # What was tried before is taken back: under a budget, the plan that needs least runs on.
+    # Earlier trials are reverted: under a budget, the leanest plan continues.
     assert all(set(step.plan.storage.values()) == {Storage.RECOMPUTE} for step in steps[-5:])
 
 
 @pytest.mark.slow
-def test_where_the_last_prediction_alone_was_too_low_another_one_decides(
+def test_single_low_prediction_is_checked_by_another_step(
     bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     low, high = bounds
@@ -330,7 +332,7 @@ def test_where_the_last_prediction_alone_was_too_low_another_one_decides(
         return known[-1].scores, status
 
     wrong = 0
-    # How many there are depends on times, too.
+    # The number also depends on timing.
     for short in range(len(scores_of(None)[0])):
         scores, status = scores_of(short)
         wrong += sum(score.is_short for score in scores)
@@ -339,7 +341,7 @@ def test_where_the_last_prediction_alone_was_too_low_another_one_decides(
     assert wrong
 
 
-def test_what_a_loop_comes_to_hold_is_no_wrong_prediction(bounds: tuple[int, int]) -> None:
+def test_memory_allocated_later_by_the_loop_is_not_a_prediction_error(bounds: tuple[int, int]) -> None:
     _, high = bounds
     seeded()
     trained = model()
@@ -348,7 +350,7 @@ def test_what_a_loop_comes_to_hold_is_no_wrong_prediction(bounds: tuple[int, int
     tuner = autotune.attach(trained, optimizer, "exact", memory_budget_bytes=2 * high, limits=RESTLESS, runs_dir=None)
     for number, batch in enumerate(batches([LONG] * 20)):
         if number == 2:
-            # An average of the weights, a table of what was seen; in the step whose peak is predicted.
+            # For example an average of the weights or a table of samples, allocated in a step whose peak is predicted.
             optimizer.state[first]["held"] = torch.zeros(high // 2, dtype=torch.uint8)
         for micro in tuner.micro_batches(batch):
             tuner.backward(gpt_loss(trained, micro))
@@ -360,7 +362,7 @@ def test_what_a_loop_comes_to_hold_is_no_wrong_prediction(bounds: tuple[int, int
     tuner.detach()
 
 
-def test_a_budget_that_cannot_be_met_is_said_once_with_the_smallest_that_can(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_budget_is_reported_once_with_the_smallest_reachable_one(caplog: pytest.LogCaptureFixture) -> None:
     lowest, _ = needs()
     with caplog.at_level("WARNING", logger="autotune"):
         metered_run([LONG] * 24, lambda _: lowest // 2)

@@ -1,4 +1,4 @@
-"""Beyond storage: k and precisions are tried beside the run first, keep its gradient, and are locked where not."""
+"""Tests of k and precision in attached runs: trial passes first, the gradient is kept, and k is locked otherwise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ADAPTIVE = Settings(batching="adaptive")
 
 
 class Roams:
-    """Propose another k, placement and precision at each decision."""
+    """A policy that proposes another k, placement and precision at each decision."""
 
     name = "roams"
 
@@ -52,7 +52,7 @@ class Roams:
 
 
 class Holds:
-    """Propose one k, and nothing else."""
+    """A policy that always proposes one k."""
 
     name = "holds"
 
@@ -64,7 +64,7 @@ class Holds:
 
 
 class Notes(Holds):
-    """One k, and keep the profiles that were to be planned from."""
+    """A policy that proposes one k and records the profiles it gets."""
 
     def __init__(self, k: int) -> None:
         super().__init__(k)
@@ -76,7 +76,7 @@ class Notes(Holds):
 
 
 class Mixes(Holds):
-    """One k, with every third unit in 16 bits."""
+    """A policy that proposes one k, with every third unit in 16 bits."""
 
     def decide(self, observation: Any, plan: Plan) -> Plan:
         lower = observation.space.precisions[-1]
@@ -95,7 +95,7 @@ def texts(count: int, *, rows: int = 8) -> Iterator[torch.Tensor]:
 
 
 def padded(count: int) -> Iterator[torch.Tensor]:
-    """Return texts whose rows end early, -1 behind their ends."""
+    """Return texts whose rows end early and are padded with -1."""
     generator = torch.Generator().manual_seed(4)
     for tokens in texts(count):
         ends = torch.randint(2, tokens.shape[1], (len(tokens), 1), generator=generator)
@@ -120,7 +120,7 @@ def train(
     group: int = 1,
     **attaching: Any,
 ) -> Trace:
-    """Train a fresh model; unattached, ``group`` batches make one step."""
+    """Train a new model; unattached, ``group`` batches make one step."""
     seeded()
     trained = model()
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
@@ -163,7 +163,7 @@ def ks_of(trace: Trace) -> set[int]:
     ("batches", "loss_of", "count"),
     [pytest.param(texts, gpt_loss, None, id="samples"), pytest.param(padded, padded_loss, num_targets, id="items")],
 )
-def test_a_run_whose_k_roams_learns_the_same_up_to_rounding(batches: Any, loss_of: Any, count: Any) -> None:
+def test_run_with_changing_k_learns_the_same_up_to_rounding(batches: Any, loss_of: Any, count: Any) -> None:
     plain = train(plain_gpt, batches(40), loss_of, count)
     tuned = train(
         plain_gpt,
@@ -193,9 +193,7 @@ def contrastive(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         pytest.param(plain_gpt, padded, padded_loss, "`count` is wrong or missing", id="no count"),
     ],
 )
-def test_where_a_cut_changes_the_gradient_k_is_locked_and_nothing_changes(
-    model: Any, batches: Any, loss_of: Any, reason: str
-) -> None:
+def test_k_is_locked_if_splitting_changes_the_gradient(model: Any, batches: Any, loss_of: Any, reason: str) -> None:
     plain = train(model, batches(30), loss_of)
     tuned = train(
         model, batches(30), loss_of, policy=Roams(), mode="rounding", memory_budget_bytes=10**9, limits=RESTLESS
@@ -208,14 +206,14 @@ def test_where_a_cut_changes_the_gradient_k_is_locked_and_nothing_changes(
 
 
 class Dropping(TinyConvolution):
-    """Draw for dropout, and normalise over the batch, so that k is locked."""
+    """A model with dropout and BatchNorm, so that k is locked."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(super().forward(x), 0.2, self.training)
 
 
-def test_what_is_tried_beside_the_run_leaves_no_trace() -> None:
-    """Dropout's draws, buffers and gradients are those of a run in which nothing was tried."""
+def test_trial_passes_leave_no_trace() -> None:
+    """Dropout masks, buffers and gradients equal those of a run without trial passes."""
     plain = train(Dropping, image_batches(30), image_loss)
     tuned = train(
         Dropping, image_batches(30), image_loss, policy=Roams(), mode="rounding", memory_budget_bytes=10**9,
@@ -226,7 +224,7 @@ def test_what_is_tried_beside_the_run_leaves_no_trace() -> None:
     assert_identical(plain, tuned)
 
 
-def test_the_loops_body_is_told_which_passes_do_not_count() -> None:
+def test_loop_can_tell_trial_passes_from_real_ones() -> None:
     seeded()
     model = plain_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -238,12 +236,12 @@ def test_the_loops_body_is_told_which_passes_do_not_count() -> None:
             passes[-1][tuner.probing] += len(micro)
             tuner.backward(gpt_loss(model, micro))
         tuner.step()
-    # The whole batch, then the same in two, in three steps; and on every step each sample once.
+    # In three steps, trial passes run the whole batch and then its halves; real passes run each sample once per step.
     assert [real for real, _ in passes] == [8] * 6
     assert [tried for _, tried in passes] == [0, 16, 16, 16, 0, 0]
 
 
-def test_16_bit_units_follow_the_policy_and_the_run_still_learns() -> None:
+def test_16_bit_units_follow_the_policy_and_the_run_learns() -> None:
     policy = Roams()
     plain = train(lambda: TinyGPT(dropout=0.0), texts(50), gpt_loss)
     tuned = train(
@@ -258,7 +256,7 @@ def test_16_bit_units_follow_the_policy_and_the_run_still_learns() -> None:
 
 
 class Cancels(nn.Module):
-    """Lose all that is small in 16 bits."""
+    """A unit that loses small values in 16 bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +269,7 @@ class Cancels(nn.Module):
         return x.square().mean()
 
 
-def test_a_precision_that_turns_the_gradient_is_locked() -> None:
+def test_precision_that_changes_the_gradient_direction_is_locked() -> None:
     generator = torch.Generator().manual_seed(0)
     tuned = train(
         Cancels,
@@ -310,14 +308,14 @@ def test_two_skipped_steps_under_a_lower_precision_trip() -> None:
 
 
 @pytest.mark.parametrize("k", [2, 4])
-def test_an_adaptive_step_consumes_k_batches_and_weighs_them_by_their_items(k: int) -> None:
+def test_adaptive_step_consumes_k_batches_weighted_by_their_items(k: int) -> None:
     tuned = train(
         plain_gpt, padded(80), padded_loss, num_targets, policy=Holds(k), mode="tolerant", settings=ADAPTIVE,
         memory_budget_bytes=10**9, limits=RESTLESS,
     )  # fmt: skip
     events = [event for event in tuned.tuner.events if event["event"] == "switched"]
     assert ks_of(tuned) == {k}
-    # The steps before the switch, as they came: each k was traced once, and each precision timed three times.
+    # The steps before the switch, in order: each k was traced once, and each precision timed three times.
     assert len(events) == 1
     status = tuned.tuner.status
     assert status["plan"].accumulation_steps == k
@@ -326,14 +324,14 @@ def test_an_adaptive_step_consumes_k_batches_and_weighs_them_by_their_items(k: i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [None, 10**9])
-def test_under_adaptive_batching_k_differ_by_the_update_that_their_batches_share(budget: int | None) -> None:
+def test_cost_of_k_under_adaptive_batching_includes_one_shared_update(budget: int | None) -> None:
     policy = Notes(2)
     tuned = train(
         plain_gpt, padded(80), padded_loss, num_targets, policy=policy, mode="tolerant", settings=ADAPTIVE,
         memory_budget_bytes=budget, limits=RESTLESS,
     )  # fmt: skip
     pilot: Any = tuned.tuner._pilot
-    # What a policy begins with, and what became known once another k had run.
+    # The initial profile, and the one after another k had run.
     for profile in (policy.profiles[0], pilot.placements.profile):
         update = profile.tables[0].update_s
         assert update > 0
@@ -345,7 +343,7 @@ def test_under_adaptive_batching_k_differ_by_the_update_that_their_batches_share
 
 
 @pytest.mark.slow
-def test_an_adaptive_steps_seconds_are_those_of_all_its_batches_and_of_nothing_between(
+def test_adaptive_step_time_is_the_sum_over_its_batches_without_gaps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batches = list(texts(72))
@@ -367,21 +365,21 @@ def test_an_adaptive_steps_seconds_are_those_of_all_its_batches_and_of_nothing_b
         held.append(batch)
         if not tuner.step():
             ended = time.perf_counter()
-            # Only towards the end, where all is profiled.
+            # Only towards the end, when everything is profiled.
             time.sleep(0.05 if number > 40 else 0.0)
             between_s += time.perf_counter() - ended
             continue
         assert steps[-1].seconds <= time.perf_counter() - began - between_s
         began, between_s = time.perf_counter(), 0.0
         assert steps[-1].all_bytes == sum(one.nbytes for one in held)
-        # A longer step than the baseline's is not a slower one.
+        # A step longer than the baseline's is not a slower one.
         assert noted[-1] == steps[-1].seconds / steps[-1].all_bytes
         held = []
     assert steps[-1].samples == 4 * 8
 
 
 @pytest.mark.slow
-def test_a_plan_that_none_is_known_to_stand_in_for_runs_as_it_was_decided() -> None:
+def test_plan_without_a_known_alternative_runs_as_decided() -> None:
     tuned = train(
         lambda: TinyGPT(width=16, blocks=6, dropout=0.0), texts(80), gpt_loss, policy=Mixes(4), mode="tolerant",
         settings=ADAPTIVE, memory_budget_bytes=10**9, limits=RESTLESS,
@@ -393,7 +391,7 @@ def test_a_plan_that_none_is_known_to_stand_in_for_runs_as_it_was_decided() -> N
 
 
 @pytest.mark.slow
-def test_an_adaptive_run_equals_the_same_steps_by_hand() -> None:
+def test_adaptive_run_equals_the_same_steps_by_hand() -> None:
     batches = list(padded(110))
     seeded()
     tuned, by_hand = plain_gpt(), plain_gpt()
@@ -435,7 +433,7 @@ def test_an_adaptive_run_equals_the_same_steps_by_hand() -> None:
         ({"settings": ADAPTIVE, "mode": "tolerant", "accumulation_steps": "2"}, "accumulation_steps is '2'"),
     ],
 )
-def test_modes_that_cannot_be_had_are_refused_in_one_line(wrong: dict[str, Any], message: str) -> None:
+def test_unavailable_modes_are_rejected_in_one_line(wrong: dict[str, Any], message: str) -> None:
     model = deep_gpt()
     with pytest.raises(AttachError, match=message) as caught:
         autotune.attach(model, torch.optim.SGD(model.parameters(), 0.1), runs_dir=None, **wrong)
@@ -446,7 +444,7 @@ def test_modes_that_cannot_be_had_are_refused_in_one_line(wrong: dict[str, Any],
 @pytest.mark.parametrize("batching", ["fixed", "adaptive"])
 @pytest.mark.parametrize("policy", ["exact", "greedy", "planner", "ppo"])
 def test_every_named_policy_plans_k_and_precision_within_a_budget(policy: str, batching: Any) -> None:
-    """Under a budget that the baseline exceeds, each of them runs to the end, trips nothing and learns."""
+    """Under a budget that the baseline exceeds, each policy finishes without a trip, and the run learns."""
     lowest, highest = profiled_peaks()
     limits = dataclasses.replace(RESTLESS, gain_frac=0.0)
     tuned = train(
@@ -461,7 +459,7 @@ def test_every_named_policy_plans_k_and_precision_within_a_budget(policy: str, b
 
 
 class Rotary(nn.Module):
-    """Turn pairs as complex numbers, of which there are none in bf16."""
+    """A unit that rotates pairs as complex numbers, which bf16 lacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -475,7 +473,7 @@ class Rotary(nn.Module):
 
 
 class NoBackward(torch.autograd.Function):
-    """Pass on what has 16 bits, and refuse its gradient."""
+    """A unit that passes 16-bit input but fails in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -499,7 +497,7 @@ class OneWay(nn.Module):
 
 
 @pytest.mark.parametrize(("block", "said"), [(Rotary, "RuntimeError"), (OneWay, "no kernel for 16 bits")])
-def test_a_model_that_cannot_run_in_16_bits_is_left_as_it_is(block: type[nn.Module], said: str) -> None:
+def test_model_that_cannot_run_in_16_bits_is_left_unchanged(block: type[nn.Module], said: str) -> None:
     def model() -> nn.Module:
         made = TinyGPT(width=16, blocks=0, dropout=0.0)
         made.blocks = nn.ModuleList(block() for _ in range(4))

@@ -1,4 +1,4 @@
-"""What few loops do: odd defaults, odd batches, modules and forwards and optimizers exchanged on the way."""
+"""Tests of unusual loops: odd defaults and batches, and modules, forwards and optimizers replaced during training."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Run:
     """A model in training, attached or not.
 
     Args:
-        attaching: What :func:`autotune.attach` takes; nothing attaches nothing.
-        around: Is entered while attaching.
+        attaching: Arguments of :func:`autotune.attach`; without any, the run is unattached.
+        around: Context that is entered while attaching.
     """
 
     def __init__(self, *, around: Callable[[], Any] = contextlib.nullcontext, **attaching: Any) -> None:
@@ -65,7 +65,7 @@ class Run:
         given: Callable[[torch.Tensor], Any] = lambda tokens: tokens,
         each: Callable[[Run, int], None] = lambda run, number: None,
     ) -> list[torch.Tensor]:
-        """Train on what batches are given as, and return the parameters."""
+        """Train on the given batches, and return the parameters."""
         for number, tokens in enumerate(token_batches(steps)):
             each(self, number)
             if self.tuner is None:
@@ -91,7 +91,7 @@ def controlled(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_the_shipped_policy_is_built_alike_whatever_the_defaults_are(default: str) -> None:
+def test_shipped_policy_is_built_identically_under_any_defaults(default: str) -> None:
     run = Run(policy="ppo", memory_budget_bytes=10**9, around=DEFAULTS[default])
     assert_same(run.train(12), Run().train(12))
     assert run.tuner is not None
@@ -101,8 +101,8 @@ def test_the_shipped_policy_is_built_alike_whatever_the_defaults_are(default: st
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_network_decides_under_another_default_dtype(dtype: torch.dtype) -> None:
-    # Not every network that nobody has trained proposes another plan.
+def test_network_decides_under_another_default_dtype(dtype: torch.dtype) -> None:
+    # Not every untrained network proposes another plan.
     seeded()
     with default_dtype(dtype):
         policy = LearnedPolicy(PolicyNetwork())
@@ -116,7 +116,7 @@ def test_a_network_decides_under_another_default_dtype(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("switched", [torch.no_grad, torch.inference_mode])
-def test_precisions_are_found_useful_whatever_the_caller_has_switched_off(
+def test_useful_precisions_are_found_whatever_the_caller_has_disabled(
     switched: Callable[[], Any], measuring_precisions: Callable[[], None]
 ) -> None:
     plain = useful_precisions("cpu")
@@ -131,7 +131,7 @@ def test_precisions_are_found_useful_whatever_the_caller_has_switched_off(
 
 
 @pytest.mark.parametrize("size", [np.int64(10**9), 1e9, torch.tensor(10**9), np.float32(1e9), "1GB", "1GB:reserved"])
-def test_a_budget_is_a_size_of_any_library_or_a_function_that_returns_one(size: Any) -> None:
+def test_budget_can_be_a_size_of_any_library_or_a_function(size: Any) -> None:
     for given in (size, lambda: size):
         run = Run(policy="exact", memory_budget_bytes=given)
         run.train(3)
@@ -140,7 +140,7 @@ def test_a_budget_is_a_size_of_any_library_or_a_function_that_returns_one(size: 
         run.tuner.detach()
 
 
-def test_a_function_that_lies_from_the_first_step_on_leaves_its_first_answer_standing(
+def test_invalid_budget_from_the_first_step_keeps_the_first_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     answers: Iterator[Any] = iter([1000])
@@ -171,7 +171,7 @@ ODD: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("mode", ["exact", "rounding", "tolerant"])
 @pytest.mark.parametrize("kind", ODD)
-def test_a_batch_without_samples_trains_whole(kind: str, mode: str) -> None:
+def test_batch_without_samples_trains_whole(kind: str, mode: str) -> None:
     run = Run(policy="exact", mode=mode, memory_budget_bytes=10**9)
     assert run.tuner is not None
     trained = run.train(12, ODD[kind])
@@ -182,12 +182,12 @@ def test_a_batch_without_samples_trains_whole(kind: str, mode: str) -> None:
     run.tuner.detach()
 
 
-def test_a_batch_that_contains_itself_trains_whole() -> None:
+def test_batch_that_contains_itself_trains_whole() -> None:
     run = Run(policy="exact", memory_budget_bytes=10**9)
     assert_same(run.train(6, lambda tokens: NESTED), Run().train(6))
 
 
-def test_an_odd_batch_among_others_is_not_cut() -> None:
+def test_unsplittable_batch_among_others_is_not_split() -> None:
     run = Run(policy=Wanders(), mode="rounding", memory_budget_bytes=10**9)
     seen: list[Any] = []
     assert run.tuner is not None
@@ -203,7 +203,7 @@ def test_an_odd_batch_among_others_is_not_cut() -> None:
     run.tuner.detach()
 
 
-def test_a_batch_that_can_be_read_once_is_read_once() -> None:
+def test_one_shot_iterable_batch_is_read_once() -> None:
     run = Run(policy=Wanders(), mode="tolerant", memory_budget_bytes=10**9)
     assert run.tuner is not None
     for tokens in token_batches(8):
@@ -242,7 +242,7 @@ def replace_all(model: Any) -> None:
         (replace_all, "the module blocks was replaced"),
     ],
 )
-def test_a_model_whose_modules_change_is_left_and_said(
+def test_model_whose_modules_change_is_detached_with_a_warning(
     change: Callable[[Any], None], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     former: list[nn.Module] = []
@@ -261,11 +261,11 @@ def test_a_model_whose_modules_change_is_left_and_said(
     assert any(said in message and "attach() again" in message for message in caplog.messages)
     assert not any("forward" in module.__dict__ for module in (*former, *run.model.modules()))
     assert_same(trained, Run().train(16, each=at_eight))
-    # As the warning says.
+    # As the warning advises.
     autotune.attach(run.model, run.optimizer, runs_dir=None).detach()
 
 
-def test_a_module_added_beside_the_units_changes_nothing() -> None:
+def test_module_added_next_to_the_units_changes_nothing() -> None:
     def at_four(run: Run, number: int) -> None:
         if number == 4:
             run.model.criterion = nn.CrossEntropyLoss()
@@ -283,7 +283,7 @@ def wrap(run: Run, number: int) -> None:
             block.forward = functools.partial(lambda former, x: former(x), block.forward)
 
 
-def test_a_forward_that_was_wrapped_on_the_way_runs_plainly_once_detached() -> None:
+def test_forward_wrapped_during_training_runs_plainly_after_detaching() -> None:
     run = Run(policy="exact", memory_budget_bytes=1)
     assert_same(run.train(16, each=wrap), Run().train(16, each=wrap))
     assert run.tuner is not None
@@ -295,7 +295,7 @@ def test_a_forward_that_was_wrapped_on_the_way_runs_plainly_once_detached() -> N
     assert [forward.recomputation.count for forward in held] == counts
 
 
-def test_a_plan_holds_though_forwards_are_wrapped_and_unwrapped() -> None:
+def test_plan_stays_active_while_forwards_are_wrapped_and_unwrapped() -> None:
     def wrap_and_unwrap(run: Run, number: int) -> None:
         wrap(run, number)
         if number == 12:
@@ -314,12 +314,12 @@ def test_a_plan_holds_though_forwards_are_wrapped_and_unwrapped() -> None:
 
 
 def bare(forward: Any) -> Any:
-    """Return what a user wrapped in :func:`wrap`."""
+    """Return the function that a user wrapped with :func:`wrap`."""
     wrapper = forward.original if isinstance(forward, ControlledForward) else forward
     return wrapper.args[0]
 
 
-def test_a_bound_forward_taken_while_attached_runs_plainly_once_detached() -> None:
+def test_bound_forward_taken_while_attached_runs_plainly_after_detaching() -> None:
     run = Run(policy="exact", memory_budget_bytes=1)
     run.train(6)
     taken = run.model.blocks[0].forward
@@ -333,12 +333,12 @@ def test_a_bound_forward_taken_while_attached_runs_plainly_once_detached() -> No
 # Optimizers.
 
 
-def test_an_optimizer_that_owns_none_of_the_gradients_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizer_without_any_of_the_gradients_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(policy="exact", memory_budget_bytes=10**9)
 
     def renewed(run: Run, number: int) -> None:
         if number == 4:
-            # As after model.to_empty(), or a model that is built anew in place.
+            # As after model.to_empty(), or after rebuilding the model in place.
             for module in run.model.modules():
                 for key, parameter in list(module._parameters.items()):
                     module._parameters[key] = None if parameter is None else nn.Parameter(parameter.detach().clone())
@@ -349,7 +349,7 @@ def test_an_optimizer_that_owns_none_of_the_gradients_is_said_once(caplog: pytes
     assert "none of the attached optimizer's parameters has a gradient" in told[0]
 
 
-def test_an_optimizer_that_steps_in_place_of_the_tuner_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizer_stepped_instead_of_the_tuner_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     def trained(attach: bool) -> list[torch.Tensor]:
         run = Run(policy="exact", memory_budget_bytes=10**9) if attach else Run()
         for tokens in token_batches(30):
@@ -366,7 +366,7 @@ def test_an_optimizer_that_steps_in_place_of_the_tuner_is_said_once(caplog: pyte
     assert sum("another optimizer than the attached one" in message for message in caplog.messages) == 1
 
 
-def test_a_loop_that_skips_a_batch_now_and_then_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_loop_that_skips_an_occasional_batch_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(policy="exact", memory_budget_bytes=10**9)
     assert run.tuner is not None
     for number, tokens in enumerate(token_batches(30)):

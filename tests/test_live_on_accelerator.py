@@ -1,4 +1,4 @@
-"""Loops on a fake accelerator: the same bits, and within the budget from the first attached step on."""
+"""Tests of loops on a fake accelerator: bit-identical and within the budget from the first attached step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Base(nn.Module):
-    """Pass tokens through blocks."""
+    """A model that passes tokens through blocks."""
 
     def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Base(nn.Module):
 
 
 class Between(Base):
-    """Use one layer several times, between the blocks."""
+    """A model that uses one layer several times, between the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Stated(Block):
 
 
 class States(Base):
-    """Hand an object from block to block."""
+    """A model that passes an object from block to block."""
 
     def __init__(self) -> None:
         super().__init__(Stated)
@@ -87,7 +87,7 @@ class States(Base):
 
 
 class Frozen(Block):
-    """Have frozen weights that are much larger than what is computed."""
+    """A model with frozen weights that are much larger than its activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Frozen(Block):
 
 
 class Buffered(Block):
-    """Have a large buffer."""
+    """A model with a large buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Buffered(Block):
 
 
 class Masked(Block):
-    """Takes a mask that needs hardly any memory."""
+    """A model that takes a mask, which needs hardly any memory."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x) * mask[0, 0]
@@ -149,7 +149,7 @@ LOOPS = {
 def train(
     make: Callable[[], nn.Module], fake: ModuleType, attaching: dict[str, Any] | None
 ) -> tuple[list[Any], list[int], dict[str, str]]:
-    """Return what came of a run, the device's peak in each step that may be attached, and what was locked."""
+    """Return the run's result, the device's peak in each step, and the locks."""
     gc.collect()
     torch.manual_seed(0)
     began = fake.stats()["allocated_bytes.all.current"]
@@ -160,7 +160,7 @@ def train(
     peaks = []
     for step in range(14):
         tokens = torch.randint(0, 50, (16, 32), generator=torch.Generator().manual_seed(step)).to("fake")
-        # Attached once there is a state of the optimizer.
+        # Attach once the optimizer has state.
         if step == 2 and attaching is not None:
             tuner = autotune.attach(model, optimizer, limits=RESTLESS, runs_dir=None, **attaching)
         torch.fake.reset_peak_memory_stats()  # type: ignore[attr-defined]
@@ -185,7 +185,7 @@ def train(
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_on_an_accelerator_keeps_its_bits_and_its_budget(accelerator: ModuleType, name: str) -> None:
+def test_loop_on_an_accelerator_is_bit_identical_and_within_budget(accelerator: ModuleType, name: str) -> None:
     plain, fullest, _ = train(LOOPS[name], accelerator, None)
     lean, leanest, locks = train(LOOPS[name], accelerator, {"policy": "exact", "memory_budget_bytes": 1})
     assert lean == plain
@@ -200,7 +200,7 @@ def test_a_loop_on_an_accelerator_keeps_its_bits_and_its_budget(accelerator: Mod
         assert max(peaks) <= budget, (peaks, budget)
 
 
-def test_probing_needs_no_room_that_a_full_device_lacks(accelerator: ModuleType) -> None:
+def test_probing_fits_on_an_almost_full_device(accelerator: ModuleType) -> None:
     _, fullest, _ = train(LOOPS["frozen weights"], accelerator, None)
     gc.collect()
     held = accelerator.stats()["allocated_bytes.all.current"]
@@ -213,6 +213,6 @@ def test_probing_needs_no_room_that_a_full_device_lacks(accelerator: ModuleType)
 
 
 @pytest.mark.parametrize("wrong", ["fake:1000", "fake:70000", 3.5, -1])
-def test_a_device_that_is_none_is_refused(accelerator: ModuleType, wrong: Any) -> None:
+def test_invalid_device_is_rejected(accelerator: ModuleType, wrong: Any) -> None:
     with pytest.raises(InputError, match="device"):
         devices.resolved(wrong)

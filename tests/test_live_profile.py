@@ -1,4 +1,4 @@
-"""What is made of a live run's timed steps."""
+"""Tests of profiles computed from a live run's timed steps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def timed(precision: Precision, seconds: tuple[float, float, float]) -> TimedSte
     return TimedStep(plan=plan, batch_bytes=1, seconds={("forward", 1 + 2 * n): s for n, s in enumerate(seconds)})
 
 
-def test_a_precision_does_the_same_to_all_units_of_a_kind() -> None:
-    """One of two like units was twice as fast in 16 bits, the other slower: by chance, as together they were slower."""
+def test_units_of_one_kind_share_the_effect_of_a_precision() -> None:
+    """One of two equal units happened to be twice as fast in 16 bits; together they were slower."""
     steps = [timed(Precision.INHERIT, (1.0, 2.0, 4.0)), timed(Precision.BF16, (0.5, 3.1, 3.0))]
     found = seconds_by_choice(steps, CALLS, 1, UNITS)
     assert [found["forward", segment, "bf16/save"] for segment in (1, 3, 5)] == pytest.approx([1.2, 2.4, 3.0])

@@ -1,4 +1,4 @@
-"""Attached on several ranks: one decision for all, the same plan at every step, no bit changed and no hang."""
+"""Tests of attaching on several ranks: one decision for all, bit-identical training and no hang."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def assert_same_run(plain: list[dict[str, Any]], tuned: list[dict[str, Any]]) ->
 @pytest.mark.parametrize(
     ("way", "steps", "least"), [pytest.param("wandering", 60, 30, marks=pytest.mark.slow), ("troubled", 60, 20)]
 )
-def test_two_ranks_hold_the_same_plan_at_every_step_and_change_no_bit(
+def test_two_ranks_use_the_same_plan_at_every_step_and_stay_bit_identical(
     way: str, steps: int, least: int, tmp_path: Path
 ) -> None:
     plain, tuned = run_ranks(tmp_path, f"plain,{way}", steps, 2)
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
     assert all(rank["switches"] >= least for rank in tuned)
-    # While each rank profiles its own steps, storage is its own business.
+    # While a rank profiles its own steps, its storage may differ from other ranks'.
     assert tuned[0]["plans"][12:] == tuned[1]["plans"][12:]
     assert bool(tuned[0]["trips"]) == (way == "troubled")
     assert_same_run(plain, tuned)
 
 
 @pytest.mark.slow
-def test_ranks_with_budgets_of_their_own_follow_the_tightest_together(tmp_path: Path) -> None:
+def test_ranks_with_different_budgets_follow_the_tightest(tmp_path: Path) -> None:
     plain, tuned = run_ranks(tmp_path, "plain,following", 40, 2)
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
     assert tuned[0]["plans"][14:] == tuned[1]["plans"][14:]
@@ -48,7 +48,7 @@ def test_ranks_with_budgets_of_their_own_follow_the_tightest_together(tmp_path: 
     assert_same_run(plain, tuned)
 
 
-def test_in_join_the_tuner_leaves_and_no_rank_waits_for_another(tmp_path: Path) -> None:
+def test_tuner_detaches_in_join_without_blocking_a_rank(tmp_path: Path) -> None:
     plain, joining = run_ranks(tmp_path, "plain-joining,joining", 16, 2)
     assert all("join()" in rank["why"] for rank in joining)
     assert_same_run(plain, joining)
@@ -62,7 +62,7 @@ def leaving(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 @pytest.mark.parametrize("step", [0, 15])
-def test_a_rank_that_leaves_takes_the_others_along_and_lets_none_wait(
+def test_rank_that_detaches_makes_all_ranks_detach_without_blocking(
     step: int, leaving: dict[str, list[dict[str, Any]]]
 ) -> None:
     plain, left = leaving["plain"], leaving[f"leaving-{step}"]
@@ -71,13 +71,13 @@ def test_a_rank_that_leaves_takes_the_others_along_and_lets_none_wait(
     # Plans have the precisions that are fast on all ranks.
     assert "another rank has no fast path" in left[0]["locks"]["fp16"]
     assert "another rank has no fast path" in left[1]["locks"]["bf16"]
-    # Ranks meet at each step once they have a profile.
+    # Ranks communicate at each step once they have a profile.
     assert left[1]["left_at"] <= (step + 1 if step else 24)
     assert_same_run(plain, left)
 
 
 @pytest.mark.slow
-def test_ranks_whose_k_roams_learn_the_same_up_to_rounding(tmp_path: Path) -> None:
+def test_ranks_with_changing_k_learn_the_same_up_to_rounding(tmp_path: Path) -> None:
     plain, tuned = run_ranks(tmp_path, "plain-rounding,rounding", 40, 2)
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
     assert set(tuned[0]["ks"]) == {1, 2, 4}
@@ -89,7 +89,7 @@ def test_ranks_whose_k_roams_learn_the_same_up_to_rounding(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("world", [2, 4])
-def test_500_switches_under_delays_lies_and_crashes(world: int, tmp_path: Path) -> None:
+def test_500_switches_with_delays_invalid_answers_and_crashes_are_bit_identical(world: int, tmp_path: Path) -> None:
     plain, tuned = run_ranks(tmp_path, "plain,troubled", 800, world)
     assert all(rank["attached"] and rank["switches"] >= 500 for rank in tuned)
     for rank in tuned[1:]:
@@ -105,9 +105,9 @@ def test_500_switches_under_delays_lies_and_crashes(world: int, tmp_path: Path) 
         pytest.param("hybrid,both", 4, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_a_model_is_spread_over_hold_the_same_plan_and_change_no_bit(
+def test_ranks_of_a_sharded_model_use_the_same_plan_and_stay_bit_identical(
     ways: str, world: int, tmp_path: Path
 ) -> None:
     run_on_ranks("spread_rank.py", tmp_path, ways, ranks=world)
-    # One rank writes.
+    # Only one rank writes.
     assert len(list(tmp_path.glob("*/*/decisions.jsonl"))) == 2 * len(ways.split(","))

@@ -1,4 +1,4 @@
-"""Units whose code reaches further than the unit: whatever it changes or reads there, training is the user's own."""
+"""Tests of units with side effects outside the unit: training stays as in the unattached run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCAL = threading.local()
 
 
 class Counter:
-    """Counts for all of its class."""
+    """A block that counts calls on its class."""
 
     total = 0
     seen: ClassVar[list[int]] = []
@@ -50,7 +50,7 @@ class Phase(Enum):
 
 
 class Scale:
-    """What a forward pass runs within."""
+    """A context in which the forward pass runs."""
 
     current: Scale | None = None
 
@@ -268,7 +268,7 @@ class HidesInAnObjectLate(Part):
 
 
 def owned() -> nn.Module:
-    """Return a model whose blocks count in their owner, by weak references."""
+    """Return a model whose blocks count calls in their owner, through weak references."""
 
     class Counts(Part):
         owner: Any
@@ -285,7 +285,7 @@ def owned() -> nn.Module:
 
 
 def patched() -> nn.Module:
-    """Return a model on whose blocks somebody has put another forward."""
+    """Return a model whose blocks have a replaced forward."""
     model = TinyGPT()
     for block in model.blocks:
 
@@ -298,7 +298,7 @@ def patched() -> nn.Module:
 
 
 class Sources(nn.Module):
-    """A model that hands the same object to all blocks, at every step, and looks whether it is the same."""
+    """A model that passes the same object to all blocks at every step; they check its identity."""
 
     class Block(Part):
         source: Any = None
@@ -347,7 +347,7 @@ class RewritesItsList(nn.Module):
 
 
 class Chained(nn.Module):
-    """A model that does something to its blocks on the way, given its blocks' class."""
+    """A model that changes its blocks during training, given the class of the blocks."""
 
     def __init__(self, kind: type[Part]) -> None:
         super().__init__()
@@ -434,7 +434,7 @@ class CatchesErrors(Part):
 
 
 class TakesLater(Part):
-    """Takes something, in later steps, that has attributes."""
+    """A model that later takes an input with attributes."""
 
     def forward(self, x: torch.Tensor, found: Any = None) -> torch.Tensor:
         found_so_far = super().forward(x)
@@ -442,7 +442,7 @@ class TakesLater(Part):
 
 
 class Pair(collections.namedtuple("Both", "one two")):
-    """A named tuple that may have attributes of its own."""
+    """A named tuple that may have additional attributes."""
 
 
 class HandsLater(Chained):
@@ -489,7 +489,7 @@ class KeepsInANamespace(Part):
 
 
 def proxied() -> nn.Module:
-    """Return a model whose blocks read from their owner, by weak proxies."""
+    """Return a model whose blocks read from their owner through weak proxies."""
 
     class Reads(Part):
         owner: Any
@@ -500,7 +500,7 @@ def proxied() -> nn.Module:
     model = with_blocks(Reads)
     model.scale = 0.9
     for block in model.blocks:
-        # As an attribute it would be taken for a module of the block.
+        # As an attribute it would be registered as a submodule of the block.
         block.__dict__["owner"] = weakref.proxy(model)
     return model
 
@@ -513,7 +513,7 @@ class AnswersToAnyName:
 
 
 def hooked() -> nn.Module:
-    """Return a model whose blocks' parts have a hook that answers to any name."""
+    """Return a model whose submodules have a hook that has every attribute."""
     model = with_blocks(Part)
     for block in model.blocks:
         block.linear.register_forward_hook(AnswersToAnyName())
@@ -561,7 +561,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def trained(make: Callable[[], nn.Module], budget: int | None, policy: Any) -> tuple[Any, Any]:
-    """Return what a training leaves behind, outside of the model too, and its locks."""
+    """Return the result of a training, including state outside the model, and its locks."""
     Counter.total, Counter.seen, Doubles.calls = 0, [], 0
     CALLED["calls"] = 0
     vars(LOCAL).clear()
@@ -581,7 +581,7 @@ def trained(make: Callable[[], nn.Module], budget: int | None, policy: Any) -> t
 
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_units_reach_stays_the_users(name: str, *, lean: bool) -> None:
+def test_side_effects_of_units_stay_as_in_the_unattached_run(name: str, *, lean: bool) -> None:
     plain, _ = trained(MODELS[name], None, None)
     tuned, _ = trained(MODELS[name], 1 if lean else 10**12, "exact" if lean else Wanders())
     assert tuned == plain
@@ -606,12 +606,12 @@ def test_what_units_reach_stays_the_users(name: str, *, lean: bool) -> None:
         "tensors with attributes",
     ],
 )
-def test_what_can_be_repeated_is_not_locked(name: str) -> None:
+def test_repeatable_units_are_not_locked(name: str) -> None:
     _, locks = trained(MODELS[name], 1, "exact")
     assert bool(locks) == (name == "NamesAClass"), locks
 
 
-def test_a_class_that_is_set_round_the_forward_pass_is_read_as_it_was() -> None:
+def test_class_attribute_set_around_the_forward_pass_is_read_unchanged() -> None:
     @contextmanager
     def scaled() -> Iterator[None]:
         Scale.current = Scale(1.3)

@@ -1,4 +1,4 @@
-"""What is broken within the tuner, or late, or too dear, costs its user nothing."""
+"""Tests of a tuner that fails, is late or costs too much: the user's run is unaffected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ATTACHED = {"policy": Wanders(), "memory_budget_bytes": 10**9, "limits": RESTLES
 
 
 @pytest.mark.parametrize("broken", [(Placements, "peak_bytes"), (Pilot, "summary"), (Pilot, "close")])
-def test_a_tuner_that_breaks_in_any_part_leaves_the_run_as_it_was(
+def test_failure_in_any_part_of_the_tuner_leaves_the_run_unchanged(
     broken: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = train(deep_gpt, token_batches, gpt_loss, 24)
@@ -52,7 +52,7 @@ def test_a_tuner_that_breaks_in_any_part_leaves_the_run_as_it_was(
             assert tuner.attached
             monkeypatch.setattr(*broken, raises)
             if broken[1] in ("summary", "close"):
-                # Asked for when it ends, whoever ends it.
+                # It is read when the tuner ends, whatever ends it.
                 tuner.detach()
         if number == 18:
             assert not tuner.attached
@@ -61,11 +61,11 @@ def test_a_tuner_that_breaks_in_any_part_leaves_the_run_as_it_was(
     assert_identical(plain, train(deep_gpt, token_batches, gpt_loss, 24, on_step=breaks, **ATTACHED))
 
 
-def test_nothing_is_switched_while_gradients_of_somebody_elses_making_are_alive() -> None:
+def test_nothing_is_switched_while_gradients_from_outside_are_alive() -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            # The first parameter gets no gradient, so that it cannot tell.
+            # The first parameter gets no gradient, so it cannot be used for detection.
             self.prefix = nn.Parameter(torch.ones(3), requires_grad=False)
             self.inner = deep_gpt()
 
@@ -96,7 +96,7 @@ def test_nothing_is_switched_while_gradients_of_somebody_elses_making_are_alive(
     tuner.detach()
 
 
-def test_tuner_that_costs_too_much_detaches_and_says_so() -> None:
+def test_tuner_that_costs_too_much_detaches_with_a_message() -> None:
     plain = train(TinyGPT, token_batches, gpt_loss, 210)
     seen: list[tuple[bool, str]] = []
 
@@ -105,14 +105,14 @@ def test_tuner_that_costs_too_much_detaches_and_says_so() -> None:
 
     limits = dataclasses.replace(RESTLESS, overhead_frac=1e-4, decide_every=100)
     tuned = train(TinyGPT, token_batches, gpt_loss, 210, on_step=look, **{**ATTACHED, "limits": limits})
-    # A profile is paid once: nothing is judged before so many steps.
+    # A profile is a one-time cost, so overhead is not judged before this many steps.
     assert [attached for attached, _ in seen] == [True] * 199 + [False] * 11
     assert "own share of the run's time is" in seen[-1][1]
     assert_identical(plain, tuned)
 
 
 class SlowToRead(UserDict[str, torch.Tensor]):
-    """Take longer to be looked through than a step does."""
+    """A batch that takes longer to inspect than a step takes."""
 
     def values(self) -> Any:
         time.sleep(0.02)
@@ -123,7 +123,7 @@ class SlowToRead(UserDict[str, torch.Tensor]):
         return super().items()
 
 
-def test_what_it_takes_to_look_at_a_batch_is_the_tuners_own_time() -> None:
+def test_time_to_inspect_a_batch_counts_as_tuner_overhead() -> None:
     model = nn.Linear(4, 1)
     batch = SlowToRead(x=torch.zeros(2, 4))
     tuner = autotune.attach(model, torch.optim.SGD(model.parameters(), 0.1), stage="observe", runs_dir=None)
@@ -133,12 +133,12 @@ def test_what_it_takes_to_look_at_a_batch_is_the_tuners_own_time() -> None:
         tuner.step()
     status = tuner.status
     tuner.detach()
-    # Three looks of four are before the step is led; the fourth is in it.
+    # Three of four inspections happen before the step is controlled, the fourth during it.
     assert status["overhead_frac"] > 1.0
 
 
 class Hangs(Wanders):
-    """Do not answer the fifth question before it is allowed to."""
+    """A policy that does not answer the fifth request until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,12 +176,12 @@ def test_late_decision_keeps_plan_without_blocking() -> None:
     assert late
     assert not tuned.status["trips"]  # type: ignore[attr-defined]
     assert all(plans[step - 1] == plans[step - 2] for step in late)
-    # Steps go on while the answer is awaited.
+    # Steps continue while the answer is pending.
     assert len(ended_meanwhile) >= 4
     assert_identical(plain, tuned)
 
 
-def test_the_environment_is_what_it_was() -> None:
+def test_environment_hooks_and_optimizer_stay_unchanged() -> None:
     model = deep_gpt()
     before, shape = dict(os.environ), shape_of(model)
     threads, hooks = torch.get_num_threads(), len(torch.nn.modules.module._global_forward_hooks)
@@ -202,7 +202,7 @@ def test_the_environment_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 31, 32, -2])
-def test_a_decision_that_arrives_damaged_is_refused(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_decision_is_rejected(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(nn.Linear(1, 1), 1.0)
     ranks.world, ranks._first = 2, 0
 
@@ -251,7 +251,7 @@ sys.exit(7)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sleeps", "detaches"), [(False, False), (False, True), (True, True)])
-def test_a_policy_that_never_answers_does_not_abort_the_process_at_its_end(*, sleeps: bool, detaches: bool) -> None:
+def test_policy_that_never_answers_does_not_abort_the_process_at_exit(*, sleeps: bool, detaches: bool) -> None:
     code = LATE.format(tests=str(Path(__file__).parent), sleeps=sleeps, detaches=detaches)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 7, ended.stderr

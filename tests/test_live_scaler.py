@@ -1,4 +1,4 @@
-"""A loss scale of the user's own is refused where its gradient would stay scaled, and else let be."""
+"""Tests of a user's own loss scaler: rejected if it would leave gradients scaled, otherwise left alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attached(model: nn.Module, **changes: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_loss_that_a_grad_scaler_scaled_is_refused(scaled: Callable[[Any, Any], Any], number: int) -> None:
+def test_loss_scaled_by_a_grad_scaler_is_rejected(scaled: Callable[[Any, Any], Any], number: int) -> None:
     model = deep_gpt()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     tuner, scaler = attached(model), torch.amp.GradScaler("cpu")
@@ -51,7 +51,7 @@ def test_a_loss_that_a_grad_scaler_scaled_is_refused(scaled: Callable[[Any, Any]
     assert number or all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
 
 
-def test_losses_that_are_weighed_are_no_scaled_ones() -> None:
+def test_weighted_losses_are_not_mistaken_for_scaled_ones() -> None:
     model, scaler = deep_gpt(), torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     tuner, weight = attached(model), torch.tensor(65536.0)
@@ -65,13 +65,13 @@ def test_losses_that_are_weighed_are_no_scaled_ones() -> None:
             tuner.backward(weigh(gpt_loss(model, micro)))
         assert tuner.step()
     loss = gpt_loss(model, batch)
-    # One that is not enabled scales nothing.
+    # A disabled scaler scales nothing.
     assert not is_scaled(torch.amp.GradScaler("cpu", enabled=False).scale(loss))
     assert not is_scaled(loss)
     assert is_scaled(scaler.scale(loss))
 
 
-def test_a_step_that_a_grad_scaler_makes_is_followed_from_outside_and_bit_identical() -> None:
+def test_step_of_a_grad_scaler_is_observed_and_bit_identical() -> None:
     def run(with_tuner: bool) -> tuple[Trace, int, int]:
         seed()
         model = deep_gpt()

@@ -1,4 +1,4 @@
-"""Memory hangs on more than a batch's bytes: its shapes, what is trained, how often the model is called."""
+"""Tests of memory that depends on more than bytes: shapes, trained parameters and calls per step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = 1024
 
 
 class Attention(nn.Module):
-    """Keep the attention's weights, which grow with the square of the length."""
+    """Attention that keeps its weights, which grow with the square of the length."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
 
 
 class Eager(TinyGPT):
-    """A model of such blocks."""
+    """A model of blocks with explicit attention."""
 
     def __init__(self) -> None:
         super().__init__(width=16, blocks=6)
@@ -54,7 +54,7 @@ Loss = Callable[[nn.Module, torch.Tensor, int], torch.Tensor]
 
 
 class Alone:
-    """Train without a tuner, under plans that are told, and meter each step."""
+    """A loop without a tuner, under given plans, that meters each step."""
 
     def __init__(self, loss: Loss, prepare: Prepare) -> None:
         with randomness.isolated():
@@ -90,7 +90,7 @@ def shares_of_budget(
     loss: Loss = plain_loss,
     prepare: Prepare = lambda model, number: None,
 ) -> tuple[list[float], list[Plan], dict[str, Any]]:
-    """Return each step's true peak over the budget, and its plan."""
+    """Return each step's true peak relative to the budget, and its plan."""
     alone = Alone(loss, prepare)
     seeded()
     model = Eager()
@@ -113,7 +113,7 @@ def shares_of_budget(
 
 
 def peaks_of(batch: torch.Tensor) -> tuple[int, int]:
-    """Return what a step needs at least and at most."""
+    """Return the smallest and the largest peak of a step."""
     alone = Alone(plain_loss, lambda model, number: None)
     names = [f"blocks.{number}" for number in range(6)]
     found = []
@@ -128,7 +128,7 @@ def saves(plan: Plan) -> bool:
 
 
 @pytest.mark.parametrize("order", ["random", "short first"])
-def test_batches_of_equal_bytes_and_other_shapes_stay_within_the_budget(order: str) -> None:
+def test_batches_of_equal_bytes_but_different_shapes_stay_within_the_budget(order: str) -> None:
     lengths = [32, 64, 128, 256] * 12
     random.Random(5).shuffle(lengths)
     if order == "short first":
@@ -137,12 +137,12 @@ def test_batches_of_equal_bytes_and_other_shapes_stay_within_the_budget(order: s
     low, high = peaks_of(max(batches, key=lambda batch: batch.shape[1]))
     shares, plans, status = shares_of_budget(batches, int(low + 0.3 * (high - low)))
     assert max(shares) <= 1.0, (shares, status)
-    # The room is used.
+    # The budget is used.
     assert any(saves(plan) for plan in plans[-12:])
     assert not status["over_budget_steps"]
 
 
-def test_layers_that_are_unfrozen_later_stay_within_the_budget() -> None:
+def test_layers_unfrozen_later_stay_within_the_budget() -> None:
     def prepare(model: nn.Module, number: int) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(number >= 24 or not name.startswith(("blocks.0", "blocks.1", "blocks.2", "emb")))
@@ -154,7 +154,7 @@ def test_layers_that_are_unfrozen_later_stay_within_the_budget() -> None:
     assert any(saves(plan) for plan in plans[-8:])
 
 
-def test_what_one_signature_tells_of_another() -> None:
+def test_batch_signature_predicts_another_only_if_proportional() -> None:
     known = Signature(((8, 64),), (10, 10))
     assert known.tells_of(Signature(((8, 64),), (10, 10)))
     assert known.tells_of(Signature(((4, 64),), (10, 10)))
@@ -165,7 +165,7 @@ def test_what_one_signature_tells_of_another() -> None:
     assert not known.tells_of(Signature(((8, 64), (8,)), (10, 10)))
 
 
-def test_parameters_that_come_go_and_thaw_are_counted() -> None:
+def test_added_removed_and_unfrozen_parameters_are_counted() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False)))
     trained = Trained(model)
 
@@ -173,7 +173,7 @@ def test_parameters_that_come_go_and_thaw_are_counted() -> None:
         return trained.count(sum(1 for _ in model.parameters()))
 
     def count_in_the_end() -> int:
-        """Count where the optimizer has as many as before."""
+        """Count the parameters while the optimizer has as many as before."""
         return [count() for _ in range(20)][-1]
 
     assert count() == 3
@@ -181,7 +181,7 @@ def test_parameters_that_come_go_and_thaw_are_counted() -> None:
     assert count() == 2
     model[0].weight = nn.Parameter(torch.zeros(2, 2))
     assert count_in_the_end() == 3
-    # A part of a module that had none, and one in place of another.
+    # One submodule is added, and one replaces another.
     model[1][0].register_module("beside", nn.Linear(2, 2))
     assert count() == 5
     model[1] = nn.Linear(2, 2, bias=False)

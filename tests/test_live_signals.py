@@ -1,4 +1,4 @@
-"""What a signal's handler raises reaches the loop, wherever the tuner is when the signal arrives."""
+"""Tests that exceptions from signal handlers reach the loop, whatever the tuner is doing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autotune.mechanics.loop_signals import any_error
 
 
 class Preempted(Exception):
-    """What a scheduler's notice is turned into."""
+    """The exception that a scheduler's signal raises."""
 
 
 def handler(*_: object) -> None:
@@ -41,14 +41,14 @@ def _handled() -> Iterator[None]:
 
 
 def at_call(number: int) -> Callable[[], None]:
-    """Return what sends the signal at its n-th call."""
+    """Return a function that sends the signal at its n-th call."""
     calls = iter(range(10**9))
     return lambda: signal.raise_signal(signal.SIGUSR1) if next(calls) == number else None
 
 
 @pytest.mark.parametrize("kind", list(HANDLERS))
 @pytest.mark.parametrize(("where", "number"), [("budget", 0), ("budget", 5), ("unit", 0), ("unit", 1), ("unit", 12)])
-def test_a_handler_s_exception_ends_the_loop(kind: str, where: str, number: int) -> None:
+def test_signal_handler_exception_ends_the_loop(kind: str, where: str, number: int) -> None:
     signal.signal(signal.SIGUSR1, HANDLERS[kind])
     seeded()
     model, strike = deep_gpt(), at_call(number)
@@ -80,7 +80,7 @@ def train(model: Any, budget: Callable[[], int]) -> None:
         tuner.step()
 
 
-def test_an_exception_of_the_tuner_s_own_is_caught() -> None:
+def test_exception_inside_the_tuner_is_caught() -> None:
     signal.signal(signal.SIGUSR1, handler)
     try:
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""Units with a state of their own: recomputed where that is exact, and locked, with the reason, where it is not."""
+"""Tests of units with their own state: recomputed if that is exact, otherwise locked with the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENTROPY = random.SystemRandom()
 
 
 class Part(nn.Module):
-    """A block; what is special about it, others add."""
+    """A plain block; subclasses add special behaviour."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Counts(Part):
 
 
 class Remembers(Part):
-    """Keep the last output, and add it to the next one: a hidden state."""
+    """A block that adds its last output to the next one: a hidden state."""
 
     last: torch.Tensor | None = None
 
@@ -93,7 +93,7 @@ class DrawsElsewhere(Part):
 
 
 class NamesEntropy(Part):
-    """Draw from the system's entropy, but not yet."""
+    """A block that refers to the system's entropy without drawing from it yet."""
 
     noisy = False
 
@@ -111,7 +111,7 @@ class OwnGenerator(Part):
 
 
 class Codebook(Part):
-    """Write to frozen parameters in forward, as running averages of codes do."""
+    """A block that writes to frozen parameters in forward, like running averages of codes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Codebook(Part):
 
 
 class InPlace(Part):
-    """A block whose result is added in place to what it was handed."""
+    """A block whose result is added in place to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class AddsInPlace(nn.Module):
 
 
 def hooked() -> nn.Module:
-    """Return a model with hooks inside of its units that count."""
+    """Return a model with counting hooks inside its units."""
     model = TinyGPT()
     calls: list[int] = []
 
@@ -168,7 +168,7 @@ def hooked() -> nn.Module:
 
 
 def states(model: nn.Module) -> list[Any]:
-    """Return what modules hold besides parameters."""
+    """Return the attributes of modules other than parameters."""
     found: list[Any] = []
     for part in model.modules():
         for name, value in vars(part).items():
@@ -218,7 +218,7 @@ def train(make: Callable[[], nn.Module], budget: int | None, policy: Any) -> tup
 
 
 class HoldsOddThings(Part):
-    """Holds what constructors or attributes of the usual kind do not exist of."""
+    """A block that holds objects without the usual constructors or attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ LOCKED: list[tuple[Callable[[], nn.Module], str]] = [
 
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("make", EXACT, ids=["plain", "counts", "remembers", "anneals", "list", "odd things"])
-def test_a_state_in_attributes_is_as_it_was_and_recomputed(make: Callable[[], nn.Module], *, lean: bool) -> None:
+def test_state_in_attributes_is_preserved_and_recomputed(make: Callable[[], nn.Module], *, lean: bool) -> None:
     plain, _, _ = train(make, None, None)
     tuned, locks, recomputed = train(make, 1 if lean else 10**12, "exact" if lean else Wanders())
     assert tuned == plain
@@ -271,7 +271,9 @@ def test_a_state_in_attributes_is_as_it_was_and_recomputed(make: Callable[[], nn
     LOCKED,
     ids=["long list", "list elsewhere", "draws elsewhere", "own generator", "codebook", "in place", "hooks", "entropy"],
 )
-def test_what_recomputation_would_do_twice_is_locked(make: Callable[[], nn.Module], reason: str, *, lean: bool) -> None:
+def test_unit_with_effects_that_recomputation_would_repeat_is_locked(
+    make: Callable[[], nn.Module], reason: str, *, lean: bool
+) -> None:
     plain, _, _ = train(make, None, None)
     tuned, locks, _ = train(make, 1 if lean else 10**12, "exact" if lean else Wanders())
     assert locks
@@ -279,7 +281,7 @@ def test_what_recomputation_would_do_twice_is_locked(make: Callable[[], nn.Modul
     assert tuned == plain
 
 
-def test_hooks_that_come_later_are_called_once_a_step() -> None:
+def test_hooks_added_later_are_called_once_per_step() -> None:
     def run(*, attached: bool) -> tuple[list[int], dict[str, str]]:
         torch.manual_seed(0)
         model = TinyGPT()

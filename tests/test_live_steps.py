@@ -1,4 +1,4 @@
-"""A live tuner knows of steps that others bound: batches that a loop accumulates, and frameworks that only report."""
+"""Tests of steps that the loop delimits: accumulated batches, and frameworks that only report their steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tenso
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("budget", [10**9, 1000], ids=["save", "recompute"])
-def test_the_peak_of_a_loop_that_accumulates_is_predicted_with_its_gradients(budget: int, k: int) -> None:
+def test_peak_of_an_accumulating_loop_is_predicted_with_its_gradients(budget: int, k: int) -> None:
     model = TinyGPT(width=32, blocks=4)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(
@@ -44,7 +44,7 @@ def test_the_peak_of_a_loop_that_accumulates_is_predicted_with_its_gradients(bud
 
 
 @pytest.mark.slow
-def test_steps_of_several_ragged_batches_never_need_more_than_was_predicted() -> None:
+def test_steps_of_several_uneven_batches_never_need_more_than_predicted() -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(
@@ -68,12 +68,12 @@ def test_steps_of_several_ragged_batches_never_need_more_than_was_predicted() ->
         largest = max(several, key=torch.numel)
         with meter.metering(resident_tensors(model, optimizer, [largest])):
             step(several)
-            # What the step ran under; its own profile is not taken while somebody else's profiler runs.
+            # The plan of the step; the tuner does not profile it while another profiler runs.
             pilot: Any = tuner._pilot
             plan = pilot.plan
         length = max(tensor_bytes([batch]) for batch in several) / pilot.placements.profile.tables[0].batch_bytes
         assert meter.peak_bytes is not None
-        # What a step needs whatever its size is not told apart, and counts for more in small ones.
+        # Memory that does not depend on the step's size is not separated, and matters more in small steps.
         if length >= 0.7:
             ratios.append(meter.peak_bytes / pilot.placements.peak_bytes(plan, length))
     assert max(ratios) <= 1.03
@@ -81,7 +81,7 @@ def test_steps_of_several_ragged_batches_never_need_more_than_was_predicted() ->
 
 
 @pytest.mark.slow
-def test_a_loop_that_accumulates_is_bit_identical_when_attached() -> None:
+def test_attached_loop_with_accumulation_is_bit_identical() -> None:
     def run(attached: bool) -> tuple[list[torch.Tensor], int]:
         seeded()
         model = deep_gpt()
@@ -117,7 +117,7 @@ def test_a_loop_that_accumulates_is_bit_identical_when_attached() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain[0], tuned[0], strict=True))
 
 
-def test_a_framework_that_reports_its_steps_leaves_no_probe_on_the_parameters() -> None:
+def test_framework_that_reports_its_steps_leaves_no_hook_on_parameters() -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     limits = Limits(statistics_every=3)
@@ -134,7 +134,7 @@ def test_a_framework_that_reports_its_steps_leaves_no_probe_on_the_parameters() 
         tuner.end_step()
         assert not any(parameter._backward_hooks for parameter in model.parameters())
     assert tuner.attached
-    # Nothing is asked of a batch.
+    # The batch needs no particular form.
     tuner.begin_step({"nothing": 3})
     tuner.begin_step(None)
     assert tuner.attached
@@ -142,7 +142,7 @@ def test_a_framework_that_reports_its_steps_leaves_no_probe_on_the_parameters() 
 
 
 @pytest.mark.parametrize("left_out", ["backward", "update"])
-def test_a_loop_that_does_not_name_a_phase_is_told_which(left_out: str) -> None:
+def test_loop_that_omits_a_phase_is_told_which(left_out: str) -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=10**9, runs_dir=None)
@@ -163,7 +163,7 @@ def test_a_loop_that_does_not_name_a_phase_is_told_which(left_out: str) -> None:
     tuner.detach()
 
 
-def test_a_unit_that_may_not_be_recomputed_is_not_recomputed_in_the_first_step_either() -> None:
+def test_nonrecomputable_unit_is_not_recomputed_even_in_the_first_step() -> None:
     class Draws(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x + 0.1 * random.random() * x.cumsum(-1))
@@ -183,7 +183,7 @@ def test_a_unit_that_may_not_be_recomputed_is_not_recomputed_in_the_first_step_e
                 losses.append(float(loss.detach()))
             return losses, {}
         losses = []
-        # Nothing fits into the budget: the first step is recomputed wherever that is not known to be wrong.
+        # No plan fits the budget, so the first step recomputes every unit not known to be unsafe.
         tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=1000, runs_dir=None)
         for batch in token_batches(20):
             for micro in tuner.micro_batches(batch):
@@ -199,7 +199,7 @@ def test_a_unit_that_may_not_be_recomputed_is_not_recomputed_in_the_first_step_e
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "3"])
-def test_accumulation_steps_is_a_whole_number(wrong: Any) -> None:
+def test_accumulation_steps_must_be_a_whole_number(wrong: Any) -> None:
     model = deep_gpt()
     with pytest.raises(AttachError, match="accumulation_steps is"):
         autotune.attach(model, torch.optim.SGD(model.parameters(), 0.1), accumulation_steps=wrong, runs_dir=None)

@@ -1,4 +1,4 @@
-"""Whoever watches a live step disturbs nothing in it: transforms, foreign tensors, copies, other threads."""
+"""Tests that tracing a live step disturbs nothing: transforms, wrapper tensors, copies and other threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stack() -> nn.Sequential:
 
 
 def trained(loss_of: Loss, *, attach: bool, before_backward: Callable[[nn.Module], object] | None = None) -> Any:
-    """Return a model after some steps, and the tuner that was attached to it."""
+    """Return a model after some steps, and its tuner."""
     model = stack()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     with ExitStack() as left:
@@ -83,32 +83,32 @@ def plain(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("loss_of", [vmapped, jvp, dual, without_hooks])
-def test_a_transform_in_a_traced_step_runs_as_it_does_alone(loss_of: Loss) -> None:
+def test_transform_in_a_traced_step_gives_the_same_result(loss_of: Loss) -> None:
     alone, _ = trained(loss_of, attach=False)
     attached, tuner = trained(loss_of, attach=True)
     assert all(map(torch.equal, alone.parameters(), attached.parameters()))
     assert tuner.detached_because == "detach() was called"
 
 
-def test_saved_tensors_can_be_hooked_after_a_step_in_which_the_watching_hooks_gave_way() -> None:
+def test_saved_tensor_hooks_work_after_a_step_that_disabled_tracing_hooks() -> None:
     trained(without_hooks, attach=True)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert torch._C._autograd._saved_tensors_hooks_is_enabled()
     assert type(torch._C._autograd._saved_tensors_hooks_disable).__name__ == "builtin_function_or_method"
 
 
-def test_a_tensor_that_wraps_others_is_stored_in_them() -> None:
+def test_wrapper_tensor_is_stored_in_the_tensors_it_wraps() -> None:
     one, two = torch.zeros(4), torch.zeros(8)
     assert sum(storages([TwoTensor(one, two[:4])]).values()) == 48
 
 
-def test_a_tensor_within_a_transform_has_no_storage_to_look_at() -> None:
+def test_tensor_inside_a_transform_has_no_inspectable_storage() -> None:
     found = []
     torch.func.vmap(lambda row: found.append(storages([row])) or row)(torch.zeros(2, 3))
     assert found == [{}]
 
 
-def test_copies_of_a_model_that_are_made_in_a_watched_step_have_no_hooks_afterwards() -> None:
+def test_model_copies_made_in_a_traced_step_have_no_hooks_afterwards() -> None:
     copies: list[nn.Module] = []
     model, _ = trained(plain, attach=True, before_backward=lambda one: copies.append(copy.deepcopy(one)))
     assert len(copies) == STEPS
@@ -118,7 +118,7 @@ def test_copies_of_a_model_that_are_made_in_a_watched_step_have_no_hooks_afterwa
             assert not getattr(module, f"{kind}_with_kwargs")
 
 
-def test_a_model_that_is_pickled_in_a_watched_step_needs_nothing_of_ours_to_load() -> None:
+def test_model_pickled_in_a_traced_step_loads_without_this_package() -> None:
     pickled: list[bytes] = []
     trained(plain, attach=True, before_backward=lambda one: pickled.append(pickle.dumps(one)))
     assert not any(b"autotune" in one for one in pickled)
@@ -126,7 +126,7 @@ def test_a_model_that_is_pickled_in_a_watched_step_needs_nothing_of_ours_to_load
     assert loaded(torch.zeros(2, WIDTH)).shape == (2, 1)
 
 
-def test_a_thread_that_serves_the_model_meanwhile_is_no_part_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inference_in_another_thread_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[str] = []
     end = LiveProfiler.end
 
@@ -157,7 +157,7 @@ def test_a_thread_that_serves_the_model_meanwhile_is_no_part_of_a_trace(monkeypa
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_scripted_unit_is_locked_with_the_reason_and_the_tuner_stays() -> None:
+def test_scripted_unit_is_locked_with_a_reason_and_the_tuner_stays() -> None:
     model = stack()
     model[2] = torch.jit.script(Residual())
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)

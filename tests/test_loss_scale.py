@@ -1,4 +1,4 @@
-"""Dynamic loss scaling as a state machine, and torch's scaler against it."""
+"""Tests of dynamic loss scaling as a state machine, and of torch's scaler against it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotune.mechanics.stepping import Update
 patterns = st.lists(st.booleans(), max_size=40)
 
 
-def test_the_scale_halves_on_overflow_and_doubles_after_enough_good_steps():
+def test_scale_halves_on_overflow_and_doubles_after_enough_good_steps():
     state = LossScale(scale=8.0, growth_interval=3)
     seen = []
     for overflow in (False, False, False, False, True, False, False, False):
@@ -23,12 +23,12 @@ def test_the_scale_halves_on_overflow_and_doubles_after_enough_good_steps():
     assert seen == [(8, 1), (8, 2), (16, 0), (16, 1), (8, 0), (8, 1), (8, 2), (16, 0)]
 
 
-def test_the_defaults_are_the_usual_ones():
+def test_defaults_are_the_usual_ones():
     assert LossScale() == LossScale(scale=65536.0, good_steps=0, growth_interval=2000)
 
 
 @given(patterns, st.integers(1, 5))
-def test_the_scale_is_its_start_times_a_power_of_two_and_good_steps_stay_below_the_interval(pattern, interval):
+def test_scale_is_its_start_times_a_power_of_two_and_good_steps_stay_below_the_interval(pattern, interval):
     state = LossScale(scale=1.0, growth_interval=interval)
     for overflow in pattern:
         before, state = state, state.after(overflow=overflow)
@@ -37,15 +37,15 @@ def test_the_scale_is_its_start_times_a_power_of_two_and_good_steps_stay_below_t
         assert 0 <= state.good_steps < interval
 
 
-def test_a_master_weight_steps_against_its_gradient():
+def test_master_weight_steps_against_its_gradient():
     assert master_update(1.0, 2.0, 0.25) == 0.5
 
 
 def fp16_step(update: Update, model: nn.Module, *, overflow: bool, pieces: int) -> tuple[bool, list[float]]:
-    """Make one step of fp16 micro-batches; an overflow happens in the middle one. Return all scales on the way."""
+    """Make one step of fp16 micro-batches, with an overflow in the middle one if asked; return all scales."""
     scales = [update.loss_scale]
     for piece in range(pieces):
-        # 1e5 lies beyond fp16's largest number: the matrix product itself overflows.
+        # 1e5 exceeds fp16's largest number, so the matrix product overflows.
         size = 1e5 if overflow and piece == pieces // 2 else 1e-2
         with torch.autocast("cpu", dtype=torch.float16):
             output = model(torch.full((2, 4), size))
@@ -59,7 +59,7 @@ def fp16_step(update: Update, model: nn.Module, *, overflow: bool, pieces: int) 
 
 
 @given(patterns, st.integers(1, 4), st.integers(1, 3))
-def test_in_fp16_the_scale_follows_the_state_machine_exactly_and_never_moves_within_a_step(pattern, interval, pieces):
+def test_torch_scaler_follows_the_state_machine_and_never_changes_within_a_step(pattern, interval, pieces):
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     update = Update(
@@ -68,7 +68,7 @@ def test_in_fp16_the_scale_follows_the_state_machine_exactly_and_never_moves_wit
     update.scaled = True
     expected = LossScale(scale=4.0, growth_interval=interval)
     for overflow in pattern:
-        # The pattern alone decides: growth is cut off well before the scale itself could overflow.
+        # Only the pattern matters: growth stops well before the scale itself could overflow.
         if expected.scale > 2.0**12 and not overflow:
             break
         before = model.weight.detach().clone()
@@ -81,7 +81,7 @@ def test_in_fp16_the_scale_follows_the_state_machine_exactly_and_never_moves_wit
         assert update.state_dict()["_growth_tracker"] == expected.good_steps
 
 
-def test_a_discarded_step_leaves_the_scale_and_its_good_steps_alone():
+def test_discarded_step_keeps_the_scale_and_its_good_steps():
     model = nn.Linear(4, 4)
     update = Update(torch.optim.SGD(model.parameters(), lr=1e-3), clip_norm=None, init_scale=4.0, growth_interval=3)
     update.scaled = True
@@ -97,7 +97,7 @@ def test_a_discarded_step_leaves_the_scale_and_its_good_steps_alone():
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_scale_survives_a_phase_without_fp16():
+def test_scale_survives_a_phase_without_fp16():
     model = nn.Linear(4, 4)
     update = Update(torch.optim.SGD(model.parameters(), lr=1e-3), clip_norm=None, init_scale=4.0, growth_interval=3)
     update.scaled = True
@@ -111,7 +111,7 @@ def test_the_scale_survives_a_phase_without_fp16():
     assert update.loss_scale == 2.0
 
 
-def test_the_gradient_after_unscaling_does_not_depend_on_the_scale():
+def test_unscaled_gradient_does_not_depend_on_the_scale():
     gradients = []
     for scale in (1.0, 2.0**10):
         torch.manual_seed(0)

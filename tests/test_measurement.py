@@ -1,4 +1,4 @@
-"""Measurements: what they hold, how they are written, and what is refused."""
+"""Tests of measurements: their values, their JSON and invalid input."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ def small(**changes: object) -> Measurement:
 
 
 @given(measurements())
-def test_a_measurement_survives_json(measurement: Measurement):
+def test_measurement_round_trips_through_json(measurement: Measurement):
     text = json.dumps(measurement.to_json(), allow_nan=False)
     assert Measurement.from_json(json.loads(text)) == measurement
 
 
 @given(measurements())
-def test_a_measurement_survives_pickle_and_deepcopy(measurement: Measurement):
+def test_measurement_survives_pickle_and_deepcopy(measurement: Measurement):
     assert pickle.loads(pickle.dumps(measurement)) == measurement
     assert copy.deepcopy(measurement) == measurement
 
 
-def test_every_failure_is_written_as_its_name():
+def test_every_failure_is_written_by_name():
     for failure in Failure:
         document = small(failure=failure).to_json()
         assert document["failure"] == failure.value
         assert Measurement.from_json(document).failure is failure
 
 
-def test_the_failures_are_the_six_of_the_protocol():
+def test_failures_are_the_six_of_the_protocol():
     assert [str(failure) for failure in Failure] == [
         "out_of_memory",
         "over_budget",
@@ -164,7 +164,7 @@ GOOD_GRADIENT = {
         ),
     ],
 )
-def test_a_wrong_measurement_is_refused_in_one_line_that_names_key_value_and_what_is_allowed(change, message):
+def test_invalid_measurement_is_rejected_with_key_value_and_allowed_values(change, message):
     document = {**small(gradient=None).to_json(), **change}
     with pytest.raises(InputError, match=message) as raised:
         Measurement.from_json(document, where="trial.json")
@@ -172,7 +172,7 @@ def test_a_wrong_measurement_is_refused_in_one_line_that_names_key_value_and_wha
 
 
 @pytest.mark.parametrize("key", ["steps", "samples", "items", "total_s"])
-def test_a_measurement_without_a_required_key_is_refused_by_that_key(key):
+def test_measurement_without_a_required_key_is_rejected_with_that_key(key):
     document = small().to_json()
     del document[key]
     with pytest.raises(InputError, match=key):
@@ -180,7 +180,7 @@ def test_a_measurement_without_a_required_key_is_refused_by_that_key(key):
 
 
 @pytest.mark.parametrize("document", [[], ["steps"], "measurement", 1, None])
-def test_a_document_that_is_no_object_is_refused_as_a_measurement(document):
+def test_document_that_is_not_an_object_is_rejected(document):
     with pytest.raises(InputError, match=r"^trial\.json: "):
         Measurement.from_json(document, where="trial.json")
 
@@ -199,7 +199,7 @@ def test_a_document_that_is_no_object_is_refused_as_a_measurement(document):
         (50, 100, Failure.TIMEOUT, True),
     ],
 )
-def test_a_window_is_within_budget_only_if_its_peak_is_known_to_fit(peak, budget, failure, within):
+def test_window_is_within_budget_only_if_its_peak_is_known_to_fit(peak, budget, failure, within):
     assert small(peak_bytes=peak, memory_budget_bytes=budget, failure=failure).within_budget is within
 
 
@@ -208,5 +208,5 @@ def test_throughput_is_samples_over_seconds_of_a_timed_step():
 
 
 @pytest.mark.parametrize("changes", [{}, {"seconds_per_step": 0.25}, {"samples_per_step": 8.0}])
-def test_throughput_is_unknown_where_no_step_was_timed(changes):
+def test_throughput_is_unknown_if_no_step_was_timed(changes):
     assert small(**changes).throughput is None

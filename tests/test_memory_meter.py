@@ -1,4 +1,4 @@
-"""The memory meter: exact where the answer is known, close to another reference where it is not."""
+"""Tests of the memory meter: exact for known cases, close to the kernel's count for others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def block(kib: int) -> torch.Tensor:
     return torch.empty(kib * KIB, dtype=torch.uint8)
 
 
-def test_tensors_that_live_together_add_up():
+def test_simultaneous_tensors_add_up():
     def body() -> None:
         kept = [block(64), block(32), block(16)]
         assert len(kept) == 3
@@ -46,7 +46,7 @@ def test_tensors_that_live_together_add_up():
     assert peak_of(body) == 112 * KIB
 
 
-def test_tensors_that_live_one_after_another_do_not_add_up():
+def test_consecutive_tensors_do_not_add_up():
     def body() -> None:
         for kib in (64, 96, 32):
             block(kib)
@@ -54,14 +54,14 @@ def test_tensors_that_live_one_after_another_do_not_add_up():
     assert peak_of(body) == 96 * KIB
 
 
-def test_garbage_of_an_earlier_step_is_not_taken_off_a_later_one() -> None:
+def test_garbage_of_an_earlier_step_is_not_subtracted_from_a_later_one() -> None:
     class Cycle:
         def __init__(self) -> None:
             self.me, self.held = self, block(512)
 
     def later() -> None:
         first = block(64)
-        # Enough to set off a collection of every generation, were there any.
+        # Enough objects to trigger a collection of every generation if collection were on.
         for _ in range(200_000):
             _ = Cycle.__new__(Cycle)
             _.me = _  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def test_garbage_of_an_earlier_step_is_not_taken_off_a_later_one() -> None:
     assert gc.isenabled()
 
 
-def test_the_peak_is_the_largest_sum_on_the_way():
+def test_peak_is_the_largest_intermediate_sum():
     def body() -> None:
         first = block(64)
         second = block(64)
@@ -87,12 +87,12 @@ def test_the_peak_is_the_largest_sum_on_the_way():
     assert peak_of(body) == 128 * KIB
 
 
-def test_what_lives_before_counts_as_well():
+def test_memory_alive_before_the_body_is_counted():
     resident = [block(50), block(14)]
     assert peak_of(lambda: block(64), resident) == 128 * KIB
 
 
-def test_what_lives_before_and_is_freed_within_never_makes_the_peak_too_low():
+def test_memory_freed_during_the_body_never_makes_the_peak_too_low():
     held = [block(64)]
 
     def body() -> None:
@@ -103,7 +103,7 @@ def test_what_lives_before_and_is_freed_within_never_makes_the_peak_too_low():
     assert peak_of(body, held) >= 80 * KIB
 
 
-def test_a_body_that_allocates_nothing_peaks_at_what_lives():
+def test_peak_of_a_body_without_allocations_is_the_memory_alive():
     assert peak_of(lambda: None, [block(10)]) == 10 * KIB
     assert peak_of(lambda: None) == 0
 
@@ -119,7 +119,7 @@ def test_activations_of_a_chain_are_counted_exactly():
     assert peak_of(body, [parameter]) == 3 * 64 * KIB
 
 
-def test_the_peak_is_the_largest_of_all_metered_bodies_until_it_is_reset():
+def test_peak_is_the_largest_of_all_metered_bodies_until_reset():
     meter = MemoryMeter(CPU)
     seen = []
     for kib in (32, 64, 16):
@@ -131,7 +131,7 @@ def test_the_peak_is_the_largest_of_all_metered_bodies_until_it_is_reset():
     assert meter.peak_bytes is None
 
 
-def test_a_body_that_raises_leaves_the_peak_unknown_and_the_meter_usable():
+def test_exception_leaves_the_peak_unknown_and_the_meter_usable():
     meter = MemoryMeter(CPU)
     with pytest.raises(KeyError, match="user"), meter.metering([]):
         raise KeyError("user")
@@ -142,7 +142,7 @@ def test_a_body_that_raises_leaves_the_peak_unknown_and_the_meter_usable():
 
 
 @pytest.mark.parametrize("level", [None, "3"])
-def test_metering_leaves_the_environment_as_it_was(level, monkeypatch: pytest.MonkeyPatch):
+def test_metering_leaves_the_environment_unchanged(level, monkeypatch: pytest.MonkeyPatch):
     if level is None:
         monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     else:
@@ -166,18 +166,18 @@ def test_metering_draws_no_random_numbers():
 # ------------------------------------------------------------------------------------------- what lives before
 
 
-def test_a_storage_that_several_tensors_share_counts_once():
+def test_storage_shared_by_several_tensors_counts_once():
     base = torch.zeros(KIB, dtype=torch.float32)
     assert tensor_bytes([base, base.view(2, -1), base[10:], base.detach()]) == 4 * KIB
     assert tensor_bytes([base, base.clone()]) == 8 * KIB
     assert tensor_bytes([]) == 0
 
 
-def test_a_view_counts_as_the_whole_storage_that_it_keeps_alive():
+def test_view_counts_as_the_whole_storage_it_keeps_alive():
     assert tensor_bytes([torch.zeros(KIB)[:1]]) == 4 * KIB
 
 
-def test_everything_that_outlives_a_step_is_resident_and_tied_weights_once():
+def test_resident_memory_includes_all_persistent_tensors_and_tied_weights_once():
     model = TinyGPT()
     model.register_buffer("table", torch.zeros(100))
     model.head.weight = model.embedding.weight
@@ -215,19 +215,19 @@ def allocation_error() -> RuntimeError:
     ],
     ids=str,
 )
-def test_out_of_memory_is_told_from_other_errors(error, expected):
+def test_out_of_memory_is_distinguished_from_other_errors(error, expected):
     assert is_out_of_memory(error) is expected
 
 
-def test_torchs_own_error_on_the_host_is_out_of_memory():
+def test_host_allocation_error_of_torch_is_out_of_memory():
     assert is_out_of_memory(allocation_error())
 
 
-# -------------------------------------------------------------------------------------------- another reference
+# -------------------------------------------------------------------------------------------- the kernel's count
 
 
 def peaks_of(job: str, plan: Plan) -> dict[str, int]:
-    """Return the peaks that a fresh process sees."""
+    """Return the peaks measured in a new process."""
     here = Path(__file__).parent
     environment = {
         **os.environ,
@@ -249,14 +249,14 @@ def peaks_of(job: str, plan: Plan) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["charlm", "digits"])
-def test_the_metered_peak_is_the_kernels_within_3_percent_on_8_random_plans(name):
+def test_metered_peak_is_within_3_percent_of_the_kernel_for_8_random_plans(name):
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("/proc/self/clear_refs cannot be written on this system")
     job = load_job(name)
     space = TorchEngine(job, options=EngineOptions(meter_memory=False)).space
     generator = np.random.default_rng(0)
     differences = []
-    # Each is trained in a process of its own, which takes its time.
+    # Each plan is trained in its own process, which takes a while.
     for _ in range(8):
         plan = space.sample(generator)
         peaks = peaks_of(name, plan)

@@ -1,4 +1,4 @@
-"""Moving conditions: a planner against a clairvoyant, each mechanism alone, and none at all."""
+"""Tests of changing conditions: planners against a clairvoyant, each mechanism alone, and none."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pools(jobs) -> MovingRuns:
 
 
 def course_of(pools: MovingRuns, strengths: Strengths, seed: int = 3, share: float = 0.8) -> tuple[MovingRuns, Course]:
-    """Return runs within a share of their baseline's peak, or what the leanest plan needs, and what happens to them."""
+    """Return runs with budgets between the leanest and the baseline's peak, and their course."""
     runs = copy.copy(pools)
     runs.strengths = strengths
     job = np.arange(LANES) % len(runs.jobs)
@@ -66,7 +66,7 @@ def total(runs: MovingRuns, course: Course, settings: PlannerSettings) -> Floats
 
 
 def led(runs: MovingRuns, course: Course, settings: PlannerSettings, **levers: float) -> tuple[Floats, list[Seen]]:
-    """Return each lane's time under a planner whose levers are moved, and all that it saw."""
+    """Return each lane's time under a planner with non-neutral levers, and its measurements."""
     runs.begin(course)
     planner, windows = Planner(runs.lanes, settings), []
     moved = Levers.neutral(LANES)
@@ -79,7 +79,7 @@ def led(runs: MovingRuns, course: Course, settings: PlannerSettings, **levers: f
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_with_everything_off_a_planner_is_as_good_as_a_clairvoyant(pools, settings) -> None:
+def test_planner_equals_the_clairvoyant_if_nothing_changes(pools, settings) -> None:
     runs, course = course_of(pools, Strengths())
     seconds = run_planner(runs, course, settings).sum(axis=1)
     np.testing.assert_allclose(seconds, clairvoyant(runs, course), rtol=1e-9)
@@ -89,7 +89,7 @@ def test_with_everything_off_a_planner_is_as_good_as_a_clairvoyant(pools, settin
     "names",
     [(), ("cost_error",), ("length", "jitter"), ("event_every", "switch_windows"), ("drift", "noise_error"), None],
 )
-def test_nobody_is_faster_than_the_clairvoyant(pools, names) -> None:
+def test_no_planner_is_faster_than_the_clairvoyant(pools, names) -> None:
     runs, course = course_of(pools, STRONG if names is None else STRONG.only(*names))
     best = clairvoyant(runs, course)
     for settings in (PlannerSettings(reserve=0.1), *SETTINGS):
@@ -102,37 +102,37 @@ def test_nobody_is_faster_than_the_clairvoyant(pools, names) -> None:
     assert (best <= runs.seconds * (1 + 1e-9)).all()
 
 
-def test_no_planner_needs_less_than_one_plan_that_is_best_all_along_where_nothing_moves(pools) -> None:
+def test_planner_is_never_faster_than_the_best_constant_plan_if_nothing_changes(pools) -> None:
     runs, course = course_of(pools, Strengths())
     fixed = np.array([job.profile.batching == "fixed" for job in runs.jobs])[course.job]
     assert fixed.any()
-    # Under adaptive batching the noise scale grows all the same, and the best k with it.
+    # Under adaptive batching the noise scale still grows, and with it the best k.
     np.testing.assert_allclose(best_static(runs, course)[fixed], clairvoyant(runs, course)[fixed], rtol=1e-9)
     seconds = run_planner(runs, course, PlannerSettings()).sum(axis=1)
     assert (seconds[fixed] >= best_static(runs, course)[fixed] * (1 - 1e-9)).all()
 
 
-def test_one_plan_for_all_windows_loses_where_much_moves(pools) -> None:
+def test_constant_plan_loses_if_conditions_change_a_lot(pools) -> None:
     runs, course = course_of(pools, STRONG)
     assert np.mean(best_static(runs, course) / clairvoyant(runs, course)) > 1.01
 
 
-def test_correcting_costs_by_measurements_helps_where_they_are_wrong(pools) -> None:
+def test_correcting_costs_by_measurements_helps_if_they_are_wrong(pools) -> None:
     runs, course = course_of(pools, STRONG.only("cost_error"))
     assert total(runs, course, PlannerSettings()).mean() < total(runs, course, PlannerSettings(cost_error=0.0)).mean()
 
 
-def test_hysteresis_helps_where_switching_is_dear(pools) -> None:
+def test_hysteresis_helps_if_switching_is_expensive(pools) -> None:
     runs, course = course_of(pools, replace(STRONG.only("event_every", "switch_windows", "drift"), event_told=1.0))
     assert total(runs, course, PlannerSettings()).mean() < total(runs, course, PlannerSettings(horizon=0.0)).mean()
 
 
-def test_a_reserve_helps_where_lengths_jump(pools) -> None:
+def test_memory_reserve_helps_if_lengths_jump(pools) -> None:
     runs, course = course_of(pools, STRONG.only("length", "jitter"), share=0.6)
     assert total(runs, course, PlannerSettings(reserve=0.2)).mean() < total(runs, course, PlannerSettings()).mean()
 
 
-def test_weighing_the_chance_of_a_rise_helps_where_lengths_jump_and_costs_nothing_where_they_do_not(pools) -> None:
+def test_rise_probability_helps_if_lengths_jump_and_costs_nothing_otherwise(pools) -> None:
     runs, course = course_of(pools, STRONG.only("length", "jitter"), share=0.6)
     assert total(runs, course, PlannerSettings(rise=0.1)).mean() < total(runs, course, PlannerSettings()).mean()
     runs, course = course_of(pools, STRONG.only("cost_error"), share=0.6)
@@ -142,7 +142,7 @@ def test_weighing_the_chance_of_a_rise_helps_where_lengths_jump_and_costs_nothin
     )
 
 
-def test_events_that_nobody_announces_hurt_a_planner_and_bracing_helps_against_them(pools) -> None:
+def test_unannounced_events_slow_a_planner_down_and_bracing_helps(pools) -> None:
     strengths = replace(STRONG.only("event_every", "switch_windows"), switch_windows=0.05, event_every=3)
     runs, told = course_of(pools, replace(strengths, event_told=1.0))
     _, untold = course_of(pools, replace(strengths, event_told=0.0))
@@ -157,7 +157,7 @@ def test_events_that_nobody_announces_hurt_a_planner_and_bracing_helps_against_t
     assert known[0].mean() < braced.mean() < unknown[0].mean()
 
 
-def test_bracing_is_for_the_last_dip_and_before_any_for_none(pools) -> None:
+def test_bracing_prepares_for_the_last_dip_and_does_nothing_before_the_first(pools) -> None:
     runs, course = course_of(pools, replace(STRONG.only("event_every"), event_told=0.0, event_share=0.7))
     runs.begin(course)
     planner, braced = Planner(runs.lanes, PlannerSettings()), Levers.neutral(LANES)
@@ -174,11 +174,11 @@ def test_bracing_is_for_the_last_dip_and_before_any_for_none(pools) -> None:
     assert not lean.all()
 
 
-def test_running_out_of_memory_costs_part_of_the_window_the_leanest_plan_and_two_switches(pools) -> None:
+def test_out_of_memory_costs_part_of_the_window_the_leanest_plan_and_two_switches(pools) -> None:
     for retry in (0.5, 1.0):
         runs, course = course_of(pools, Strengths(retry_windows=retry, switch_windows=0.1, length=0.1))
         runs.begin(course)
-        # The first window's plan is what the run is launched with: only the second can be a switch.
+        # The run is launched with the first window's plan, so only the second can be a switch.
         first = runs.run(runs.lanes.pool.leanest)
         fat = runs.lanes.pool.baseline
         course.budget[:, 1] = 1.0
@@ -197,12 +197,12 @@ def test_running_out_of_memory_costs_part_of_the_window_the_leanest_plan_and_two
         assert (runs.switch_s > 0).all()
         np.testing.assert_allclose(seen.total_s, retry * working + again + 2 * runs.switch_s + switched, rtol=1e-12)
         np.testing.assert_allclose(seen.window_s, working, rtol=1e-12)
-        # A clairvoyant is charged the same.
+        # The clairvoyant pays the same.
         np.testing.assert_allclose(every[np.arange(LANES), fat] + switched, seen.total_s, rtol=1e-12)
         np.testing.assert_allclose(runs.seconds, first.total_s + seen.total_s, rtol=1e-12)
 
 
-def test_a_window_ends_at_the_same_loss_whatever_its_plan(pools) -> None:
+def test_window_ends_at_the_same_loss_under_every_plan(pools) -> None:
     runs, course = course_of(pools, STRONG)
     runs.begin(course)
     pool, batch = runs.lanes.pool, runs.lanes.batch
@@ -211,18 +211,18 @@ def test_a_window_ends_at_the_same_loss_whatever_its_plan(pools) -> None:
     assert not adaptive.all()
     every = np.broadcast_to(np.arange(pool.k.shape[1]), pool.k.shape)
     steps = runs.steps(5, every)
-    # At a fixed batch a plan only matters by what its formats add to the noise; larger batches take fewer steps.
+    # With a fixed batch, a plan only affects convergence by the noise of its formats; larger batches take fewer steps.
     assert (np.ptp(steps[~adaptive], axis=1) < 0.02 * steps[~adaptive].max(axis=1)).all()
     for lane in np.flatnonzero(adaptive):
         own, k = steps[lane][pool.there[lane]], runs.lanes.steps[lane][pool.there[lane]]
         fewest = [own[k == value].min() for value in np.unique(k)]
         assert (np.diff(fewest) < 0).all()
-        # Nor do they take fewer samples.
+        # They do not take fewer samples either.
         assert (np.diff([value * few for value, few in zip(np.unique(k), fewest, strict=True)]) > 0).all()
     assert (batch > 0).all()
 
 
-def test_the_same_course_gives_the_same_run(pools) -> None:
+def test_same_course_gives_the_same_run(pools) -> None:
     runs, course = course_of(pools, STRONG)
     first = run_planner(runs, course, PlannerSettings(rise=0.1))
     np.testing.assert_array_equal(first, run_planner(runs, course, PlannerSettings(rise=0.1)))
@@ -232,7 +232,7 @@ def test_the_same_course_gives_the_same_run(pools) -> None:
     assert not np.array_equal(run_planner(runs, other, PlannerSettings(rise=0.1)), first)
 
 
-def test_a_lane_runs_the_same_alone_and_among_others(pools) -> None:
+def test_lane_gives_the_same_results_alone_and_with_others(pools) -> None:
     runs, course = course_of(pools, STRONG)
     together = run_planner(runs, course, PlannerSettings(rise=0.1))
     some = np.array([5, 17])
@@ -240,13 +240,13 @@ def test_a_lane_runs_the_same_alone_and_among_others(pools) -> None:
     np.testing.assert_allclose(alone, together[some], rtol=1e-9)
 
 
-def test_a_run_begins_with_its_course(jobs) -> None:
+def test_run_begins_with_its_course(jobs) -> None:
     runs = MovingRuns(jobs[:2], Strengths(), windows=3)
     with pytest.raises(ValueError, match="begin a course first"):
         runs.noise_scale(0)
 
 
-def test_neutral_levers_change_nothing_and_each_of_the_others_does(pools) -> None:
+def test_neutral_levers_change_nothing_and_each_other_lever_value_does(pools) -> None:
     settings = PlannerSettings(rise=0.1)
     runs, course = course_of(pools, STRONG, share=0.6)
     runs.begin(course)
@@ -260,7 +260,7 @@ def test_neutral_levers_change_nothing_and_each_of_the_others_does(pools) -> Non
 
     def moved(known: Situation = situation, **levers: float) -> np.ndarray:
         changed = Levers.neutral(LANES)
-        # Without hysteresis it is the choice itself that is seen.
+        # Without hysteresis the choice itself is visible.
         for name, value in {"stickiness": 0.0, **levers}.items():
             setattr(changed, name, np.full(LANES, value))
         return planner.decide(known, changed)
@@ -275,7 +275,7 @@ def test_neutral_levers_change_nothing_and_each_of_the_others_does(pools) -> Non
     assert not np.array_equal(moved(optimism=2.0), free)
     stuck = moved(stickiness=1e9)
     assert (stuck == planner.plan).sum() > (free == planner.plan).sum()
-    # However sticky, what no longer fits is left.
+    # A plan that no longer fits is left, whatever the hysteresis.
     tight = replace(situation, budget=0.85 * situation.budget)
     stuck, free = moved(tight, stickiness=1e9), moved(tight)
     fits = pool.peak_of(planner.plan, planner.length) <= tight.budget[:, 0]
@@ -284,13 +284,13 @@ def test_neutral_levers_change_nothing_and_each_of_the_others_does(pools) -> Non
     np.testing.assert_array_equal(stuck[~fits], free[~fits])
 
 
-def test_a_mechanism_can_be_kept_alone() -> None:
+def test_single_mechanism_can_be_isolated() -> None:
     alone = STRONG.only("length")
     assert (alone.length, alone.length_windows) == (STRONG.length, STRONG.length_windows)
     assert (alone.cost_error, alone.event_every, alone.switch_windows) == (0.0, 0, 0.0)
 
 
-def test_strengths_differ_between_lanes_by_up_to_their_spread(pools) -> None:
+def test_strengths_vary_between_lanes_within_their_spread(pools) -> None:
     _, course = course_of(pools, Strengths(switch_windows=0.2, spread=2.0))
     assert (course.switch_windows >= 0.1).all()
     assert (course.switch_windows <= 0.4).all()
@@ -299,7 +299,7 @@ def test_strengths_differ_between_lanes_by_up_to_their_spread(pools) -> None:
     np.testing.assert_allclose(same.switch_windows, 0.2)
 
 
-def test_planners_are_told_which_lanes_have_sequences_of_one_length(pools) -> None:
+def test_planners_know_which_lanes_have_constant_length(pools) -> None:
     runs, course = course_of(pools, Strengths(length=0.2, jitter=0.1, length_lanes=0.5))
     assert course.still.any()
     assert not course.still.all()
@@ -332,7 +332,7 @@ def taught(found: Belief, weights: Floats, factor: Floats, times: int, constant:
 
 
 @pytest.mark.parametrize("settings", [{}, {"drift": 0.02, "time_noise": 0.02}, {"time_noise": 0.3}])
-def test_what_is_believed_of_a_step_comes_to_what_is_measured(settings: dict[str, float]) -> None:
+def test_believed_step_time_converges_to_the_measured_one(settings: dict[str, float]) -> None:
     factor = np.array([[[1.3, 0.7], [1.1, 0.9], [1.6, 1.2]]])
     real = 0.07 + float((ALL_FP32 * factor.reshape(1, -1)).sum())
     errors = []
@@ -347,18 +347,18 @@ def test_what_is_believed_of_a_step_comes_to_what_is_measured(settings: dict[str
         assert errors[1] < 1e-9
 
 
-def test_of_a_format_that_did_not_run_less_is_believed_than_of_one_that_did() -> None:
+def test_unmeasured_format_is_updated_less_than_a_measured_one() -> None:
     found = taught(belief(), ALL_FP32, np.full((1, UNITS, PRECISIONS), 1.5), 5)
     fp32, bf16 = np.abs(found.mean[0, :, 0] - 1), np.abs(found.mean[0, :, 1] - 1)
     assert fp32.min() > 0.2
-    # Nothing was seen of the other format: what is believed of it stays.
+    # The other format was not measured, so the belief about it stays.
     np.testing.assert_allclose(bf16, 0.0, atol=1e-12)
     mixed = taught(belief(), np.array([[0.1, 0.0, 0.0, 0.2, 0.05, 0.0]]), np.full((1, UNITS, PRECISIONS), 1.5), 5)
-    # What ran is believed more than what shares a format with what ran, and that more than nothing.
+    # Measured plans are the most certain, then plans that share a format with them, then all others.
     assert abs(mixed.mean[0, 1, 1] - 1) > abs(mixed.mean[0, 0, 1] - 1) > 0.0
 
 
-def test_measuring_makes_surer_of_what_ran_and_time_makes_less_sure() -> None:
+def test_measurements_reduce_uncertainty_and_time_increases_it() -> None:
     found, factor = belief(time_noise=0.05), np.ones((1, UNITS, PRECISIONS))
     before = found.deviation().copy()
     np.testing.assert_allclose(before, 0.3)
@@ -375,13 +375,13 @@ def test_measuring_makes_surer_of_what_ran_and_time_makes_less_sure() -> None:
     np.testing.assert_array_equal(drifting.mean, 1.0)
 
 
-def test_who_takes_profiles_to_be_right_believes_them_whatever_is_measured() -> None:
+def test_belief_without_prior_uncertainty_ignores_measurements() -> None:
     found = taught(belief(cost_error=0.0), ALL_FP32, np.full((1, UNITS, PRECISIONS), 3.0), 10)
     np.testing.assert_array_equal(found.mean, 1.0)
     np.testing.assert_array_equal(found.deviation(), 0.0)
 
 
-def test_a_lane_that_measured_nothing_learns_nothing(pools) -> None:
+def test_lane_without_measurements_learns_nothing(pools) -> None:
     runs, course = course_of(pools, STRONG)
     runs.begin(course)
     planner = Planner(runs.lanes, PlannerSettings(drift=0.0))
@@ -395,7 +395,7 @@ def test_a_lane_that_measured_nothing_learns_nothing(pools) -> None:
     assert (planner.belief.mean[blind < 2] == 1).all()
 
 
-def test_what_a_planner_believes_of_its_running_plan_comes_to_what_it_measures(pools) -> None:
+def test_belief_about_the_running_plan_converges_to_its_measurements(pools) -> None:
     runs, course = course_of(pools, STRONG.only("cost_error"))
     runs.begin(course)
     planner = Planner(runs.lanes, PlannerSettings(drift=0.0, time_noise=0.0))
@@ -405,7 +405,7 @@ def test_what_a_planner_believes_of_its_running_plan_comes_to_what_it_measures(p
     np.testing.assert_allclose(planner.step_seconds(seen.plan, seen.length), seen.step_s, rtol=1e-6)
 
 
-def test_rises_are_learnt_and_a_larger_one_is_never_likelier() -> None:
+def test_rises_are_learned_and_larger_rises_are_never_more_likely() -> None:
     generator = np.random.default_rng(0)
     rises = Rises(np.array([0.1, 0.1, 0.0]))
     zero = np.zeros(3)
@@ -420,5 +420,5 @@ def test_rises_are_learnt_and_a_larger_one_is_never_likelier() -> None:
     assert (np.diff(chance, axis=1) <= 0).all()
     assert ((chance >= 0) & (chance <= 1)).all()
     assert (rises.exceed(grid, np.ones(3)) >= chance).all()
-    # Where nothing ever rose, nothing is taken to rise.
+    # If no length ever rose, no rise is expected.
     assert chance[2, 21] < 1e-9

@@ -1,4 +1,4 @@
-"""The noise scale: unbiased from two batch sizes, and the accumulation that follows from it."""
+"""Tests of the noise scale: unbiased from two batch sizes, and the accumulation derived from it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ vectors = st.lists(st.lists(st.floats(-100, 100), min_size=3, max_size=3), min_s
 
 
 @given(vectors)
-def test_the_variance_from_norms_is_that_of_the_vectors_themselves(gradients: np.ndarray):
+def test_variance_from_norms_equals_the_variance_of_the_vectors(gradients: np.ndarray):
     k = len(gradients)
     mean = gradients.mean(axis=0)
     direct = sum(float(np.sum((gradient - mean) ** 2)) for gradient in gradients) / (k - 1)
     squares = [float(np.sum(gradient**2)) for gradient in gradients]
     from_norms = gradient_variance(squares, float(np.sum(mean**2)))
-    # The two differ by the cancellation between sums of squares.
+    # The two differ by cancellation between sums of squares.
     assert from_norms == pytest.approx(direct, rel=1e-9, abs=1e-11 * sum(squares) + 1e-300)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=5), st.floats(0, 1e6))
-def test_the_variance_is_never_negative(squares, mean_square):
+def test_variance_is_never_negative(squares, mean_square):
     assert gradient_variance(squares, mean_square) >= 0
 
 
@@ -56,18 +56,18 @@ def test_one_micro_batch_has_no_variance(squares):
         (math.nan, 1.0, 8, 8),
     ],
 )
-def test_the_variance_aware_k_at_known_points(variance, target_std, k_max, k):
+def test_variance_aware_k_at_known_points(variance, target_std, k_max, k):
     assert adaptive_accumulation(variance, target_std, k_max) == k
 
 
 @given(st.floats(0, 1e9), st.floats(0, 1e9), st.floats(1e-3, 1e3), st.integers(1, 64))
-def test_the_variance_aware_k_never_falls_as_the_variance_rises_and_stays_in_range(first, second, target, k_max):
+def test_variance_aware_k_never_falls_with_variance_and_stays_in_range(first, second, target, k_max):
     low, high = (adaptive_accumulation(value, target, k_max) for value in sorted((first, second)))
     assert 1 <= low <= high <= k_max
 
 
 @given(st.floats(0, 100), st.floats(0.1, 10))
-def test_the_variance_aware_k_averages_the_deviation_down_to_its_target(variance, target):
+def test_variance_aware_k_reduces_the_deviation_to_its_target(variance, target):
     k = adaptive_accumulation(variance, target, 10**9, epsilon=0.0)
     assert variance / k <= target**2 * (1 + 1e-12)
     if k > 1:
@@ -78,7 +78,7 @@ def test_the_variance_aware_k_averages_the_deviation_down_to_its_target(variance
 
 
 def synthetic(sizes: list[int], repetitions: int, seed: int) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """Return many samples of trace and square from Gaussian per-sample gradients, and what they estimate."""
+    """Return many samples of trace and square from Gaussian per-sample gradients, and the true values."""
     generator = np.random.default_rng(seed)
     mean, deviation = np.array([1.0, -2.0, 0.5, 0.0]), np.array([3.0, 1.0, 0.5, 2.0])
     samples = mean + deviation * generator.standard_normal((repetitions, sum(sizes), 4))
@@ -95,7 +95,7 @@ def synthetic(sizes: list[int], repetitions: int, seed: int) -> tuple[np.ndarray
 
 
 @pytest.mark.parametrize("sizes", [[4, 4], [2, 2, 2, 2], [3, 3, 2, 2], [1, 7], [1, 1]])
-def test_the_estimates_are_unbiased_whatever_the_sizes_of_the_micro_batches(sizes):
+def test_estimates_are_unbiased_for_all_micro_batch_sizes(sizes):
     trace, square, true_trace, true_square = synthetic(sizes, repetitions=20_000, seed=len(sizes) + sum(sizes))
     for estimates, truth in ((trace, true_trace), (square, true_square)):
         error = estimates.std(ddof=1) / math.sqrt(len(estimates))
@@ -119,14 +119,14 @@ def test_scaling_the_gradients_scales_both_estimates_by_the_square(squares, whol
 
 
 @given(st.floats(1e-3, 1e3), st.floats(0, 1e3), st.integers(2, 8), st.integers(1, 16))
-def test_expected_norms_give_back_trace_and_square_exactly(square, trace, k, size):
+def test_expected_norms_recover_trace_and_squared_norm_exactly(square, trace, k, size):
     sample = noise_sample([square + trace / size] * k, [size] * k, square + trace / (k * size))
     assert sample.trace == pytest.approx(trace, rel=1e-9, abs=1e-9 * size * (square + trace))
     assert sample.square == pytest.approx(square, rel=1e-9, abs=1e-9 * (square + trace))
 
 
 @pytest.mark.parametrize(("squares", "sizes"), [([1.0], [2]), ([], []), ([1.0, 2.0], [2]), ([1.0, 2.0], [2, 0])])
-def test_the_noise_needs_two_micro_batches_of_at_least_one_sample(squares, sizes):
+def test_noise_scale_requires_two_micro_batches_of_at_least_one_sample(squares, sizes):
     with pytest.raises(ValueError, match="at least two micro-batches of at least one sample"):
         noise_sample(squares, sizes, 1.0)
 
@@ -134,17 +134,17 @@ def test_the_noise_needs_two_micro_batches_of_at_least_one_sample(squares, sizes
 # ----------------------------------------------------------------------------------------------- the average
 
 
-def test_nothing_is_known_before_the_first_sample():
+def test_noise_scale_is_unknown_before_the_first_sample():
     assert NoiseScaleAverage().noise_scale is None
 
 
-def test_the_first_sample_is_taken_as_it_is():
+def test_first_sample_is_taken_unchanged():
     average = NoiseScaleAverage().updated(NoiseSample(trace=6.0, square=2.0))
     assert (average.trace, average.square, average.count, average.noise_scale) == (6.0, 2.0, 1, 3.0)
 
 
 @given(st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=1, max_size=9))
-def test_a_short_history_is_averaged_evenly(values):
+def test_short_history_is_averaged_evenly(values):
     average = NoiseScaleAverage(decay=0.9)
     for trace, square in values:
         average = average.updated(NoiseSample(trace, square))
@@ -152,7 +152,7 @@ def test_a_short_history_is_averaged_evenly(values):
     assert average.square == pytest.approx(np.mean([square for _, square in values]), abs=1e-9)
 
 
-def test_a_long_history_weighs_the_past_by_the_decay():
+def test_long_history_is_weighted_by_the_decay():
     average = NoiseScaleAverage(trace=1.0, square=1.0, count=1000, decay=0.9)
     updated = average.updated(NoiseSample(trace=11.0, square=2.0))
     assert updated.trace == pytest.approx(0.9 * 1 + 0.1 * 11)
@@ -160,18 +160,18 @@ def test_a_long_history_weighs_the_past_by_the_decay():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_sample_that_is_not_finite_changes_nothing(bad):
+def test_nonfinite_sample_changes_nothing(bad):
     average = NoiseScaleAverage().updated(NoiseSample(6.0, 2.0))
     assert average.updated(NoiseSample(bad, 1.0)) == average
     assert average.updated(NoiseSample(1.0, bad)) == average
 
 
 @pytest.mark.parametrize(("trace", "square"), [(-1.0, 1.0), (1.0, -1.0), (0.0, 1.0), (1.0, 0.0), (-1.0, -1.0)])
-def test_the_noise_scale_is_unknown_while_an_average_is_not_positive(trace, square):
+def test_noise_scale_is_unknown_while_an_average_is_not_positive(trace, square):
     assert NoiseScaleAverage().updated(NoiseSample(trace, square)).noise_scale is None
 
 
-def test_the_average_comes_close_to_the_true_noise_scale():
+def test_average_approaches_the_true_noise_scale():
     trace, square, true_trace, true_square = synthetic([8, 8, 8, 8], repetitions=300, seed=7)
     average = NoiseScaleAverage(decay=0.999)
     for sample in zip(trace, square, strict=True):
@@ -181,7 +181,7 @@ def test_the_average_comes_close_to_the_true_noise_scale():
 
 
 @given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
-def test_the_noise_scale_does_not_depend_on_the_size_of_the_gradient(trace, square, factor):
+def test_noise_scale_does_not_depend_on_gradient_magnitude(trace, square, factor):
     assume(trace * factor > 0)
     plain = NoiseScaleAverage().updated(NoiseSample(trace, square)).noise_scale
     scaled = NoiseScaleAverage().updated(NoiseSample(trace * factor, square * factor)).noise_scale

@@ -1,4 +1,4 @@
-"""The paper's own jobs: real loaders of the published formats, real models of its sizes, and hostile folders."""
+"""Tests of the paper's jobs: loaders of the published formats, models of full size, and hostile folders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("write", [public_folders.cifar_python, public_folders.cifar_binary])
-def test_cifar_is_read_from_either_published_version(folder: Path, write):
+def test_cifar_is_read_in_either_published_version(folder: Path, write):
     write(folder)
     batches = list(load_job(CIFAR).batches(seed=3))
     assert [images.shape for images, _ in batches] == [(128, 3, 32, 32)] * 2
@@ -54,13 +54,13 @@ def test_both_versions_of_cifar_give_the_same_batches(tmp_path: Path, monkeypatc
     assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
 
 
-def test_the_folder_of_the_archive_itself_may_be_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_archive_folder_itself_can_be_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
     public_folders.cifar_binary(folder)
     monkeypatch.setenv("AUTOTUNE_DATA", str(folder / "cifar-10-batches-bin"))
     assert len(load_job(CIFAR).data_sources()) == 6
 
 
-def test_a_pickle_that_todays_numpy_wrote_is_read_as_well(tmp_path: Path):
+def test_pickle_written_by_current_numpy_is_read(tmp_path: Path):
     pixels, labels = public_folders.drawn_images(5, 0)
     path = tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps({b"data": pixels, b"labels": labels.tolist()}, protocol=2))
@@ -70,7 +70,7 @@ def test_a_pickle_that_todays_numpy_wrote_is_read_as_well(tmp_path: Path):
 
 
 class Hostile:
-    """Run a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -79,7 +79,7 @@ class Hostile:
         return os.system, (f"touch {self.marker}",)
 
 
-def test_a_pickle_that_would_run_something_is_refused_and_nothing_runs(folder: Path):
+def test_pickle_with_code_is_rejected_and_nothing_runs(folder: Path):
     public_folders.cifar_python(folder)
     marker = folder / "it-ran"
     batch = folder / "cifar-10-batches-py" / "data_batch_2"
@@ -108,7 +108,7 @@ KIND = b"cnumpy\ndtype\n(U\x02%sK\x00K\x01tR"
         (b"\x80\x02}(U\x04data" + ARRAY + b"(K\x01(K\x09t" + KIND % b"u1" + b"\x89U\x02abtbu.", "has 2 bytes"),
     ],
 )
-def test_a_hostile_or_damaged_pickle_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str):
+def test_hostile_or_damaged_pickle_is_rejected_in_one_line(tmp_path: Path, content: bytes, message: str):
     path = tmp_path / "batch"
     path.write_bytes(content)
     with pytest.raises(JobError, match=message) as raised:
@@ -117,7 +117,7 @@ def test_a_hostile_or_damaged_pickle_is_refused_in_one_line(tmp_path: Path, cont
     assert str(path) in str(raised.value)
 
 
-def test_no_folder_a_wrong_one_and_an_empty_one_are_said_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_wrong_and_empty_folders_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("AUTOTUNE_DATA", raising=False)
     with pytest.raises(JobError, match=r"AUTOTUNE_DATA: no folder of data sets is named \(allowed: a folder, by --dat"):
         data_folder()
@@ -132,14 +132,14 @@ def test_no_folder_a_wrong_one_and_an_empty_one_are_said_apart(tmp_path: Path, m
         load_job(WIKITEXT).data_sources()
 
 
-def test_of_a_set_that_is_there_in_part_the_first_missing_file_is_named(folder: Path):
+def test_first_missing_file_of_an_incomplete_data_set_is_named(folder: Path):
     public_folders.cifar_python(folder)
     (folder / "cifar-10-batches-py" / "data_batch_3").unlink()
     with pytest.raises(JobError, match="cifar-10-batches-py lacks data_batch_3, and has data_batch_1, data_batch_2"):
         load_job(CIFAR).data_sources()
 
 
-def test_many_other_files_are_named_in_part(tmp_path: Path):
+def test_only_some_of_many_unrelated_files_are_named(tmp_path: Path):
     for number in range(12):
         (tmp_path / f"file{number:02}").touch()
     with pytest.raises(JobError, match=r"contains file00, .*file07 and 4 more"):
@@ -154,28 +154,28 @@ def test_many_other_files_are_named_in_part(tmp_path: Path):
         (lambda batch: batch.write_bytes(b""), "has 0 bytes"),
     ],
 )
-def test_a_damaged_binary_batch_is_refused(folder: Path, damage, message):
+def test_damaged_binary_batch_is_rejected(folder: Path, damage, message):
     public_folders.cifar_binary(folder)
     damage(folder / "cifar-10-batches-bin" / "data_batch_4.bin")
     with pytest.raises(JobError, match=f"data_batch_4.bin: .*{message}"):
         next(load_job(CIFAR).batches(seed=0))
 
 
-def test_the_resnet_has_its_sixteen_blocks_as_units_and_the_parameters_of_ten_classes():
+def test_resnet_has_sixteen_blocks_as_units_and_parameters_for_ten_classes():
     model = load_job(CIFAR).model()
     assert sum(parameter.numel() for parameter in model.parameters()) == 23_520_842
     names = [unit.name for unit in find_units(model) if unit.recomputable]
     assert names == [f"blocks.{number}" for number in range(16)]
 
 
-def test_gpt2_small_has_its_124_million_parameters_with_the_public_vocabulary():
+def test_gpt2_small_has_124_million_parameters_with_the_public_vocabulary():
     model = module_of(WIKITEXT).GPT2(50_257)
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
     assert len([unit for unit in find_units(model) if unit.recomputable]) == 12
 
 
 @pytest.mark.parametrize("ending", ["raw", "tokens"])
-def test_wikitext_is_read_as_bytes_and_says_so(folder: Path, ending: str):
+def test_wikitext_is_read_as_bytes_and_the_job_says_so(folder: Path, ending: str):
     public_folders.wikitext(folder, ending)
     job = load_job(WIKITEXT)
     batch = next(job.batches(seed=0))
@@ -188,7 +188,7 @@ def test_wikitext_is_read_as_bytes_and_says_so(folder: Path, ending: str):
     assert job.target == pytest.approx(45 ** (1 / 4.4))
 
 
-def test_wikitext_is_read_from_the_hubs_parquet(folder: Path):
+def test_wikitext_is_read_from_parquet_files(folder: Path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
@@ -205,7 +205,7 @@ def test_wikitext_is_read_from_the_hubs_parquet(folder: Path):
         next(load_job(WIKITEXT).batches(seed=0))
 
 
-def test_gpt2s_own_vocabulary_is_used_where_the_folder_has_it(folder: Path):
+def test_gpt2_vocabulary_is_used_if_the_folder_contains_it(folder: Path):
     pytest.importorskip("tokenizers")
     public_folders.wikitext(folder)
     public_folders.gpt2_vocabulary(folder / "gpt2")
@@ -219,7 +219,7 @@ def test_gpt2s_own_vocabulary_is_used_where_the_folder_has_it(folder: Path):
     assert "GPT-2 merges.txt" in [source.name for source in job.data_sources()]
 
 
-def test_a_text_that_is_too_short_or_no_text_is_refused(folder: Path):
+def test_too_short_or_binary_text_is_rejected(folder: Path):
     public_folders.wikitext(folder)
     valid = folder / "wikitext-2-raw" / "wiki.valid.raw"
     valid.write_text("short")
@@ -246,7 +246,7 @@ BINARY_BATCH, TEXT = "cifar-10-batches-bin/data_batch_4.bin", "wikitext-2-raw/wi
     ],
     ids=["pipe", "folder", "device", "loop", "huge"],
 )
-def test_a_data_file_that_is_none_or_too_large_is_one_line_at_once(
+def test_irregular_or_oversized_data_file_is_rejected_at_once_in_one_line(
     folder: Path, name: str, file: str, make, message: str
 ):
     public_folders.cifar_binary(folder)
@@ -259,7 +259,7 @@ def test_a_data_file_that_is_none_or_too_large_is_one_line_at_once(
         assert "\n" not in str(raised.value)
 
 
-def test_data_that_lies_behind_a_link_is_read(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+def test_data_behind_a_link_is_read(folder: Path, tmp_path_factory: pytest.TempPathFactory):
     public_folders.wikitext(folder)
     path = folder / TEXT
     path.rename(tmp_path_factory.mktemp("store") / "blob")
@@ -268,7 +268,7 @@ def test_data_that_lies_behind_a_link_is_read(folder: Path, tmp_path_factory: py
 
 
 @pytest.mark.parametrize("named", ["x" * 5000, "/dev/zero", "x\x1b[31m", "/proc/self/fd/999/x"])
-def test_a_folder_that_cannot_be_one_is_one_line(named: str, monkeypatch: pytest.MonkeyPatch):
+def test_impossible_folder_is_rejected_in_one_line(named: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("AUTOTUNE_DATA", named)
     for name in (CIFAR, WIKITEXT):
         with pytest.raises(JobError, match="is not a folder") as raised:
@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_one_is_one_line(named: str, monkeypatch: pytest
         pass
 
 
-def test_names_in_a_folder_are_listed_as_a_terminal_shows_them(tmp_path: Path):
+def test_names_in_a_folder_are_listed_without_control_characters(tmp_path: Path):
     (tmp_path / "\x1b[31mred").touch()
     (tmp_path / os.fsdecode(b"\xff")).touch()
     with pytest.raises(JobError) as raised:
@@ -287,7 +287,7 @@ def test_names_in_a_folder_are_listed_as_a_terminal_shows_them(tmp_path: Path):
     assert str(raised.value).isprintable()
 
 
-def test_a_pickle_with_other_keys_is_told_by_the_first_of_them(folder: Path):
+def test_pickle_with_unexpected_keys_is_rejected_naming_the_first(folder: Path):
     public_folders.cifar_python(folder)
     batch = folder / "cifar-10-batches-py" / "data_batch_2"
     batch.write_bytes(pickle.dumps({"\n" * 9000: 1, **{f"\x1b{number}": 2 for number in range(99)}}, protocol=2))
@@ -297,7 +297,7 @@ def test_a_pickle_with_other_keys_is_told_by_the_first_of_them(folder: Path):
     assert len(raised.value.problem) < 300
 
 
-def test_parquet_that_unpacks_to_many_times_its_size_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_parquet_that_decompresses_to_many_times_its_size_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
@@ -305,7 +305,7 @@ def test_parquet_that_unpacks_to_many_times_its_size_is_refused(folder: Path, mo
     monkeypatch.setattr(module_of(WIKITEXT), "MOST_TEXT_BYTES", 2**20)
     inner = folder / "wikitext-2-raw-v1"
     inner.mkdir()
-    # The second's pages hold one long text and say how often it stands there.
+    # The second file's pages contain one long text and a repetition count.
     for rows in ([f"{number} " * 99 for number in range(9999)], ["x" * 9999] * 9999):
         for part in ("train", "validation"):
             parquet.write_table(pyarrow.table({"text": rows}), inner / f"{part}-00000-of-00001.parquet")
@@ -314,7 +314,7 @@ def test_parquet_that_unpacks_to_many_times_its_size_is_refused(folder: Path, mo
             next(load_job(WIKITEXT).batches(seed=0))
 
 
-def test_parquet_of_something_else_than_text_is_refused(folder: Path):
+def test_parquet_without_text_is_rejected(folder: Path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
@@ -329,7 +329,7 @@ def test_parquet_of_something_else_than_text_is_refused(folder: Path):
         assert "\n" not in str(raised.value)
 
 
-def test_a_vocabulary_whose_tokens_the_model_has_not_is_refused(folder: Path):
+def test_vocabulary_with_tokens_unknown_to_the_model_is_rejected(folder: Path):
     pytest.importorskip("tokenizers")
     public_folders.wikitext(folder)
     public_folders.gpt2_vocabulary(folder / "gpt2")
@@ -343,7 +343,7 @@ def test_a_vocabulary_whose_tokens_the_model_has_not_is_refused(folder: Path):
 
 
 def trained(name: str, samples: int, steps: int) -> list[float]:
-    """Return the losses of real steps of the full model on small batches, the first under the baseline."""
+    """Return the losses of real steps of the full model on small batches; the first step uses the baseline."""
     whole = load_job(name)
 
     def batches(seed: int):
@@ -360,7 +360,7 @@ def trained(name: str, samples: int, steps: int) -> list[float]:
     return losses
 
 
-def test_the_whole_resnet_trains_real_steps_under_two_plans(folder: Path):
+def test_full_resnet_trains_real_steps_under_two_plans(folder: Path):
     public_folders.cifar_binary(folder)
     losses = trained(CIFAR, 4, 2)
     assert np.isfinite(losses).all()
@@ -368,7 +368,7 @@ def test_the_whole_resnet_trains_real_steps_under_two_plans(folder: Path):
 
 
 @pytest.mark.slow
-def test_the_whole_gpt2_learns_in_real_steps_under_two_plans(folder: Path):
+def test_full_gpt2_learns_in_real_steps_under_two_plans(folder: Path):
     public_folders.wikitext(folder)
     losses = trained(WIKITEXT, 2, 2)
     assert losses[-1] < losses[0]

@@ -1,4 +1,4 @@
-"""What measured peaks let guess of plans that were not measured."""
+"""Tests of peak estimates for unmeasured plans from measured ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDE = replace(SPACE, units=UNITS, accumulation_choices=(1, 2))
 
 
 def share(plan: Plan, *, bend: float = 0.0) -> float:
-    """A peak as a share of the budget: a sum over units, and a bend that no line follows."""
+    """Return the peak as a share of the budget: a sum over units plus a nonlinear term."""
     held = sum(
         (1.0 if plan.precision_of(unit.name) is Precision.FP32 else 0.6)
         * (1.0 if plan.storage_of(unit.name) is Storage.SAVE else 0.4)
@@ -40,7 +40,7 @@ def told(draws: int, *, bend: float = 0.0) -> PeakGuess:
     return guess
 
 
-def test_nothing_speaks_against_what_nobody_was_told_of() -> None:
+def test_every_plan_may_fit_before_any_measurement() -> None:
     assert PeakGuess(WIDE).may_fit(WIDE.baseline())
     guess = PeakGuess(WIDE)
     guess.tell(WIDE.baseline(), 1.5)
@@ -49,7 +49,7 @@ def test_nothing_speaks_against_what_nobody_was_told_of() -> None:
 
 
 @pytest.mark.parametrize("bend", [0.0, 0.1])
-def test_plans_that_may_fit_are_seldom_over_and_few_that_fit_are_left_out(bend: float) -> None:
+def test_predicted_plans_rarely_exceed_the_budget_and_few_fitting_plans_are_excluded(bend: float) -> None:
     guess, draw = told(80, bend=bend), np.random.default_rng(1)
     plans = [WIDE.sample(draw) for _ in range(500)]
     fits = np.array([share(plan, bend=bend) <= 1.0 for plan in plans])
@@ -59,7 +59,7 @@ def test_plans_that_may_fit_are_seldom_over_and_few_that_fit_are_left_out(bend: 
     assert (fits & ~may).sum() < 0.05 * fits.sum()
 
 
-def test_one_of_a_kind_decides_nothing() -> None:
+def test_two_measured_plans_of_one_k_keep_their_own_verdicts() -> None:
     guess = PeakGuess(WIDE)
     for plan in (WIDE.baseline(), WIDE.leanest().changed(accumulation_steps=1)):
         guess.tell(plan, share(plan))
@@ -68,7 +68,7 @@ def test_one_of_a_kind_decides_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_search_that_knows_all_that_is_near_is_more_seldom_over_the_budget(tmp_path: Path) -> None:
+def test_search_that_knows_all_nearby_plans_exceeds_the_budget_less_often(tmp_path: Path) -> None:
     search, over, known = OptunaSearch(SPACE, tmp_path, 1), list[bool](), set[Plan]()
     budget = int(0.6 * known_peak(SPACE.baseline()))
     while len(over) < 160:

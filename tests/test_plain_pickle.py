@@ -1,4 +1,4 @@
-"""Plain pickles: whatever a file says, nothing runs, nothing grows, and the next file is read like the first."""
+"""Tests of the restricted pickle reader: no code runs, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def whole(body: bytes) -> bytes:
 
 
 def state_of(name: bytes, attribute: bytes) -> bytes:
-    """Return what would set an attribute of a class of ours, if classes were handed out."""
+    """Return a pickle that would set an attribute of one of our classes if the reader returned classes."""
     return b"\x80\x02c" + name + b"\n(N}U" + bytes([len(attribute)]) + attribute + b"Nstb0}."
 
 
@@ -117,7 +117,7 @@ print(json.dumps({"said": said, "grown": grown}))
 
 
 def read_in_a_child(path: Path, room: int) -> dict:
-    """Read a file in a process that has so many bytes left."""
+    """Read a file in a process with a limited number of bytes left."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(path), str(room)],
         capture_output=True,
@@ -131,7 +131,7 @@ def read_in_a_child(path: Path, room: int) -> dict:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_pickle_is_one_line_and_leaves_the_next_file_as_it_is(kind: str, tmp_path: Path) -> None:
+def test_hostile_pickle_is_one_line_and_does_not_affect_the_next_file(kind: str, tmp_path: Path) -> None:
     pixels, labels = public_folders.drawn_images(5, 0)
     good, bad = tmp_path / "good", tmp_path / "bad"
     good.write_bytes(public_folders.pickle_of_python_2(pixels, labels))
@@ -158,7 +158,7 @@ def test_a_hostile_pickle_is_one_line_and_leaves_the_next_file_as_it_is(kind: st
         "lists within lists",
     ],
 )
-def test_a_hostile_pickle_takes_no_more_memory_than_a_few_times_its_size(kind: str, tmp_path: Path) -> None:
+def test_hostile_pickle_needs_memory_of_at_most_a_few_times_its_size(kind: str, tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(HOSTILE[kind])
     room = 8 * len(HOSTILE[kind]) + 2**26
     found = read_in_a_child(tmp_path / "bad", room)
@@ -166,7 +166,7 @@ def test_a_hostile_pickle_takes_no_more_memory_than_a_few_times_its_size(kind: s
     assert found["grown"] < room
 
 
-def test_a_pickle_of_published_size_takes_a_few_times_its_size(tmp_path: Path) -> None:
+def test_pickle_of_published_size_needs_memory_of_a_few_times_its_size(tmp_path: Path) -> None:
     pixels, labels = public_folders.drawn_images(10_000, 0)
     content = public_folders.pickle_of_python_2(pixels, labels)
     (tmp_path / "good").write_bytes(content)
@@ -176,7 +176,7 @@ def test_a_pickle_of_published_size_takes_a_few_times_its_size(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
-def test_what_python_writes_today_is_read(protocol: int, tmp_path: Path) -> None:
+def test_pickles_of_current_python_are_read(protocol: int, tmp_path: Path) -> None:
     pixels, labels = public_folders.drawn_images(5, 0)
     names = [f"{label}.png" for label in labels]
     (tmp_path / "batch").write_bytes(
@@ -199,19 +199,19 @@ def test_what_python_writes_today_is_read(protocol: int, tmp_path: Path) -> None
     ],
     ids=["pipe", "folder", "device", "nowhere", "larger", "huge"],
 )
-def test_what_is_no_file_or_too_large_is_refused_at_once(make, message: str, tmp_path: Path) -> None:
+def test_irregular_or_oversized_file_is_rejected_at_once(make, message: str, tmp_path: Path) -> None:
     make(tmp_path / "batch")
     with pytest.raises(JobError, match=message):
         load_plain_pickle(tmp_path / "batch", limit_bytes=98)
 
 
-def test_a_file_whose_size_is_not_what_the_system_says_is_counted_while_it_is_read() -> None:
-    # The system says 0 bytes of it.
+def test_size_limit_is_enforced_while_reading_a_file_of_unknown_size() -> None:
+    # The system reports a size of 0 bytes for it.
     with pytest.raises(JobError, match="is larger than 10 bytes"):
         load_plain_pickle(Path("/proc/self/status"), limit_bytes=10)
 
 
-def test_changed_bytes_are_refused_or_read_and_nothing_else(tmp_path: Path) -> None:
+def test_modified_bytes_are_either_rejected_or_read_as_plain_data(tmp_path: Path) -> None:
     pixels, labels = public_folders.drawn_images(1, 0)
     contents = [
         public_folders.pickle_of_python_2(pixels, labels),
@@ -223,7 +223,7 @@ def test_changed_bytes_are_refused_or_read_and_nothing_else(tmp_path: Path) -> N
     for number in range(1500):
         content = bytearray(contents[number % 3])
         for _ in range(generator.randint(1, 3)):
-            # The pixels are 3,072 bytes in the middle: what is around them is the program.
+            # The pixels are 3,072 bytes in the middle; the bytes around them are the pickle program.
             place = generator.choice([generator.randrange(120), len(content) - 1 - generator.randrange(40)])
             content[place : place + 1] = generator.choice([*codes, bytes([generator.randrange(256)])])
         path.write_bytes(bytes(content))

@@ -1,4 +1,4 @@
-"""Plans and plan spaces: what they accept, how they are written, and the order of their choices."""
+"""Tests of plans and plan spaces: valid values, JSON, and the order of choices."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def spaces(draw: st.DrawFn) -> PlanSpace:
 
 
 @given(plans)
-def test_a_plan_survives_json(plan: Plan):
+def test_plan_round_trips_through_json(plan: Plan):
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 @given(plans)
-def test_a_plan_survives_pickle_deepcopy_and_copy_with_its_hash_and_digest(plan: Plan):
+def test_plan_survives_pickle_deepcopy_and_copy_with_its_hash_and_digest(plan: Plan):
     for copied in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan), copy.copy(plan)):
         assert copied == plan
         assert hash(copied) == hash(plan)
@@ -78,7 +78,7 @@ def test_a_plan_survives_pickle_deepcopy_and_copy_with_its_hash_and_digest(plan:
 
 
 @given(plans, st.randoms(use_true_random=False))
-def test_equal_plans_have_equal_hashes_and_digests_whatever_the_order_of_their_units(plan: Plan, random):
+def test_equal_plans_have_equal_hashes_and_digests_in_any_unit_order(plan: Plan, random):
     def shuffled(choices):
         items = list(choices.items())
         random.shuffle(items)
@@ -92,7 +92,7 @@ def test_equal_plans_have_equal_hashes_and_digests_whatever_the_order_of_their_u
 
 
 @given(plans, plans)
-def test_plans_are_equal_exactly_if_their_documents_are(first: Plan, second: Plan):
+def test_plans_are_equal_exactly_if_their_documents_are_equal(first: Plan, second: Plan):
     assert (first == second) == (first.to_json() == second.to_json())
     assert (first.digest == second.digest) == (first == second)
 
@@ -108,24 +108,24 @@ def test_plans_are_equal_exactly_if_their_documents_are(first: Plan, second: Pla
         {"launch": Launch(compile=False)},
     ],
 )
-def test_a_plan_with_one_other_choice_is_another_plan(changes):
+def test_plan_with_one_different_choice_is_a_different_plan(changes):
     plan = Plan(accumulation_steps=1, precision={"a": "bf16", "b": "fp32"}, storage={"a": "recompute"})
     assert plan.changed(**changes) != plan
     assert plan.changed(**changes).digest != plan.digest
 
 
-def test_a_plan_equals_nothing_that_is_no_plan():
+def test_plan_equals_no_object_of_another_type():
     assert Plan() != Plan().to_json()
 
 
-def test_the_digest_is_the_sha_256_of_sorted_json():
+def test_digest_is_the_sha_256_of_sorted_json():
     plan = Plan(accumulation_steps=2, precision={"b": "bf16", "a": "fp32"})
-    # Written down: ranks and machines compare it, so it must never change silently.
+    # A literal, because ranks and machines compare digests, so they must never change silently.
     text = '{"accumulation_steps":2,"precision":{"a":"fp32","b":"bf16"},"storage":{},"version":1}'
     assert plan.digest == hashlib.sha256(text.encode()).hexdigest()
 
 
-def test_the_json_of_a_plan_is_the_documented_one():
+def test_json_of_a_plan_is_the_documented_one():
     document = {
         "version": 1,
         "accumulation_steps": 4,
@@ -136,7 +136,7 @@ def test_the_json_of_a_plan_is_the_documented_one():
     assert Plan.from_json(document).to_json() == document
 
 
-def test_a_plan_cannot_be_changed_in_place():
+def test_plan_is_immutable():
     given_precision = {"a": "bf16"}
     plan = Plan(precision=given_precision)
     given_precision["a"] = "fp32"
@@ -147,7 +147,7 @@ def test_a_plan_cannot_be_changed_in_place():
         plan.accumulation_steps = 3
 
 
-def test_what_a_plan_does_not_name_inherits_and_saves():
+def test_unnamed_units_inherit_their_precision_and_save_activations():
     assert Plan().precision_of("anything") is Precision.INHERIT
     assert Plan().storage_of("anything") is Storage.SAVE
 
@@ -155,15 +155,15 @@ def test_what_a_plan_does_not_name_inherits_and_saves():
 @pytest.mark.parametrize(
     ("precision", "scaled"), [("fp16", True), ("bf16", False), ("fp32", False), ("inherit", False)]
 )
-def test_a_plan_scales_the_loss_exactly_if_a_unit_is_fp16(precision, scaled):
+def test_plan_scales_the_loss_exactly_if_a_unit_is_fp16(precision, scaled):
     assert Plan(precision={"a": "fp32", "b": precision}).needs_loss_scaling is scaled
 
 
-def test_exactly_bf16_and_fp16_are_16_bit():
+def test_only_bf16_and_fp16_are_16_bit():
     assert {precision for precision in Precision if precision.is_reduced} == {Precision.BF16, Precision.FP16}
 
 
-def test_a_plan_says_in_one_line_what_it_does():
+def test_plan_describes_itself_in_one_line():
     plan = Plan(accumulation_steps=4, precision={"a": "bf16", "b": "bf16"}, storage={"a": "recompute"})
     assert str(plan) == "k=4, 2xbf16, 1 recomputed"
 
@@ -212,14 +212,14 @@ GOOD = {
         ({"launch": {"compile": 1}}, r"launch.compile is 1 \(allowed: true, false\)"),
     ],
 )
-def test_a_wrong_plan_is_refused_in_one_line_that_names_key_value_and_what_is_allowed(change, message):
+def test_invalid_plan_is_rejected_with_key_value_and_allowed_values(change, message):
     with pytest.raises(PlanError, match=message) as raised:
         Plan.from_json({**GOOD, **change}, where="plan.json")
     assert str(raised.value).startswith("plan.json: ")
     assert "\n" not in str(raised.value)
 
 
-def test_a_plan_without_accumulation_steps_or_version_is_refused():
+def test_plan_without_accumulation_steps_or_version_is_rejected():
     with pytest.raises(PlanError, match="accumulation_steps is missing"):
         Plan.from_json({"version": 1})
     with pytest.raises(PlanError, match=r"version is None \(allowed: 1\)"):
@@ -227,7 +227,7 @@ def test_a_plan_without_accumulation_steps_or_version_is_refused():
 
 
 @pytest.mark.parametrize("document", [[], ["version"], "plan", 1, None])
-def test_a_document_that_is_no_object_is_refused_as_a_plan(document):
+def test_document_that_is_not_an_object_is_rejected(document):
     with pytest.raises(PlanError, match=r"^plan\.json: "):
         Plan.from_json(document, where="plan.json")
 
@@ -240,7 +240,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(GOOD)) | st.text(max_size=6), json_values, max_size=4))
-def test_whatever_json_is_read_a_plan_comes_out_or_one_plan_error(changes):
+def test_any_json_gives_a_plan_or_one_plan_error(changes):
     message = ""
     try:
         plan = Plan.from_json({**GOOD, **changes}, where="plan.json")
@@ -270,14 +270,14 @@ def test_decoding_inverts_encoding_and_encoding_inverts_decoding(space: PlanSpac
     assert space.check(plan) == plan
 
 
-def test_a_space_has_as_many_plans_as_the_product_of_its_sizes():
+def test_space_has_as_many_plans_as_the_product_of_its_sizes():
     plans = {SPACE.decode(indices) for indices in np.ndindex(*SPACE.sizes)}
     assert SPACE.sizes == (3, 2, 2, 2, 2, 2, 2)
     assert len(plans) == 3 * 2**6
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_a_sampled_plan_lies_in_the_space_and_repeats_under_its_seed(seed: int):
+def test_sampled_plan_lies_in_the_space_and_repeats_under_its_seed(seed: int):
     plan = SPACE.sample(np.random.default_rng(seed))
     assert SPACE.check(plan) == plan
     assert SPACE.sample(np.random.default_rng(seed)) == plan
@@ -293,7 +293,7 @@ def test_sampling_reaches_every_choice():
 @pytest.mark.parametrize(
     "indices", [[], [0] * 6, [0] * 8, [3, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 2], [0, -1, 0, 0, 0, 0, 0]]
 )
-def test_indices_that_do_not_fit_are_refused(indices):
+def test_invalid_indices_are_rejected(indices):
     with pytest.raises(PlanError, match=r"do not fit \(allowed: one index below each of"):
         SPACE.decode(indices)
 
@@ -316,12 +316,12 @@ def test_indices_that_do_not_fit_are_refused(indices):
         ),
     ],
 )
-def test_a_plan_outside_the_space_is_refused_with_what_is_allowed(plan, message):
+def test_plan_outside_the_space_is_rejected_with_the_allowed_choices(plan, message):
     with pytest.raises(PlanError, match=message):
         SPACE.check(plan)
 
 
-def test_checking_names_every_unit():
+def test_checked_plan_names_every_unit():
     plan = SPACE.check(Plan(accumulation_steps=2, precision={"head": "bf16"}))
     assert dict(plan.precision) == {
         "embedding": Precision.INHERIT,
@@ -332,23 +332,23 @@ def test_checking_names_every_unit():
     assert dict(plan.storage) == {"blocks.0": Storage.SAVE, "blocks.1": Storage.SAVE}
 
 
-def test_checking_keeps_what_is_fixed_at_launch():
+def test_checked_plan_keeps_its_launch_options():
     assert SPACE.check(Plan(launch=Launch(zero_stage=2))).launch == Launch(zero_stage=2)
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(accumulation_steps=3, precision=SPACE.baseline().precision)])
-def test_a_choice_without_an_index_cannot_be_encoded(plan):
+def test_choice_without_an_index_cannot_be_encoded(plan):
     with pytest.raises(PlanError, match="a choice lies outside the space"):
         SPACE.encode(plan)
 
 
 @given(spaces())
-def test_the_baseline_is_the_first_choice_of_everything(space: PlanSpace):
+def test_baseline_is_the_first_choice_of_every_dimension(space: PlanSpace):
     assert space.encode(space.baseline()) == [0] * len(space.sizes)
 
 
 @given(spaces())
-def test_the_leanest_plan_has_the_leanest_storage_the_largest_k_and_a_reduced_precision(space: PlanSpace):
+def test_leanest_plan_recomputes_with_the_largest_k_and_a_reduced_precision(space: PlanSpace):
     plan = space.leanest()
     assert plan.accumulation_steps == max(space.accumulation_choices)
     assert all(plan.storage_of(name) is space.storages[-1] for name in space.recomputable)
@@ -357,7 +357,7 @@ def test_the_leanest_plan_has_the_leanest_storage_the_largest_k_and_a_reduced_pr
     assert space.check(plan) == plan
 
 
-def test_bf16_is_taken_before_fp16():
+def test_bf16_is_preferred_to_fp16():
     units = (unit("a"),)
     both = PlanSpace(
         units=units, accumulation_choices=(1,), precisions=(Precision.FP32, Precision.FP16, Precision.BF16)
@@ -371,27 +371,27 @@ def test_bf16_is_taken_before_fp16():
     ]
 
 
-def test_storage_has_a_coordinate_only_where_it_can_be_chosen():
+def test_storage_has_a_coordinate_only_if_it_can_be_chosen():
     assert SPACE.recomputable == ("blocks.0", "blocks.1")
     plan = SPACE.plan(accumulation_steps=1, precision=Precision.BF16, recomputed=["blocks.1"])
     assert dict(plan.storage) == {"blocks.0": Storage.SAVE, "blocks.1": Storage.RECOMPUTE}
     assert set(plan.precision.values()) == {Precision.BF16}
 
 
-def test_where_k_makes_steps_larger_the_leanest_plan_has_the_smallest():
+def test_leanest_plan_has_the_smallest_k_if_k_enlarges_steps():
     space = PlanSpace(units=(), accumulation_choices=(1, 2, 4), precisions=(Precision.FP32,), k_splits=False)
     assert space.leanest().accumulation_steps == 1
     assert dataclasses.replace(space, k_splits=True).leanest().accumulation_steps == 4
 
 
-def test_a_space_without_recomputation_refuses_it():
+def test_space_without_recomputation_rejects_it():
     space = dataclasses.replace(SPACE, storages=(Storage.SAVE,))
     assert space.sizes == (3, 2, 2, 2, 2, 1, 1)
     with pytest.raises(PlanError, match=r"storage of 'blocks.0' is 'recompute' \(allowed: save\)"):
         space.check(Plan(storage={"blocks.0": "recompute"}))
 
 
-def test_precisions_and_storages_state_their_facts():
+def test_precisions_and_storages_have_the_expected_properties():
     assert [p.is_reduced for p in Precision] == [False, False, True, True]
     assert [p.needs_loss_scaling for p in Precision] == [False, False, False, True]
     assert [p.element_bytes for p in Precision] == [4, 4, 2, 2]

@@ -1,4 +1,4 @@
-"""A pool of plans: as good as the exact solver, the same figures as the cost model, and nothing that can only lose."""
+"""Tests of plan pools: as good as the exact solver, equal to the cost model, and without dominated plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autotune.plan import Precision
 from autotune.simulator.random_jobs import Shape, draw_job, draw_profile
 from autotune.simulator.simulated_job import SimulatedJob
 
-# Of the baseline's peak; what is less than the leanest plan needs is raised to just above that.
+# Shares of the baseline's peak; smaller ones are raised to just above the leanest plan's peak.
 SHARES = (0.3, 0.45, 0.67, 1.0)
 PROFILED = int(np.abs(LENGTHS - 1.0).argmin())
 
@@ -28,7 +28,7 @@ def drawn_jobs(count: int = 20, seed: int = 5) -> list[SimulatedJob]:
 
 
 class Pooled:
-    """Jobs, what they cost and their plans."""
+    """Jobs, their costs and their plans."""
 
     def __init__(self, profiles: list[Profile], settings: PoolSettings | None = None) -> None:
         self.profiles = profiles
@@ -49,11 +49,11 @@ class Pooled:
         return Plans(np.repeat(np.arange(jobs), size), self.pool.k.reshape(-1), choices)
 
     def gaps(self, job: int, most: float) -> list[float]:
-        """Return by how much the pool's best fitting plan is slower than the exact optimum, per budget.
+        """Return how much slower the pool's best fitting plan is than the exact optimum, per budget.
 
         Args:
-            job: which job.
-            most: bytes of the largest budget.
+            job: number of the job.
+            most: largest budget in bytes.
         """
         profile, found = self.profiles[job], []
         least = 1.02 * smallest(profile).peak_bytes
@@ -71,7 +71,7 @@ def pooled() -> Pooled:
     return Pooled([job.profile for job in drawn_jobs()])
 
 
-def test_the_best_fitting_plan_is_the_exact_optimum_but_for_a_thousandth(pooled: Pooled) -> None:
+def test_best_fitting_plan_is_within_a_thousandth_of_the_exact_optimum(pooled: Pooled) -> None:
     jobs = range(len(pooled.profiles))
     gaps = np.array([pooled.gaps(job, pooled.peaks[job, pooled.pool.baseline[job]]) for job in jobs])
     assert gaps.shape == (20, 4)
@@ -80,7 +80,7 @@ def test_the_best_fitting_plan_is_the_exact_optimum_but_for_a_thousandth(pooled:
     assert np.quantile(gaps, 0.95) < 1.5e-2
 
 
-def test_peaks_and_seconds_are_those_of_the_cost_model_at_every_tabulated_length(pooled: Pooled) -> None:
+def test_peaks_and_seconds_equal_the_cost_model_at_every_tabulated_length(pooled: Pooled) -> None:
     every, size = pooled.every(), pooled.pool.k.shape
     generator = np.random.default_rng(0)
     factor = pooled.factor(generator)
@@ -94,7 +94,7 @@ def test_peaks_and_seconds_are_those_of_the_cost_model_at_every_tabulated_length
         np.testing.assert_allclose(pooled.pool.seconds_per_step(factor, at), seconds, rtol=1e-12)
 
 
-def test_between_tabulated_lengths_a_peak_is_never_taken_to_be_lower_than_it_is(pooled: Pooled) -> None:
+def test_interpolated_peak_is_never_too_low(pooled: Pooled) -> None:
     every, size = pooled.every(), pooled.pool.k.shape
     assert pooled.pool.there.sum() > 500
     over = []
@@ -104,12 +104,12 @@ def test_between_tabulated_lengths_a_peak_is_never_taken_to_be_lower_than_it_is(
         told = pooled.pool.peak_bytes(np.full(len(pooled.profiles), length))
         assert (told >= real * (1 - 1e-12)).all()
         over.append(told / real - 1)
-    # Nor much higher, so that little room is given away.
+    # Nor is it much higher, so that little memory is wasted.
     assert np.max(over) < 1e-2
     assert np.mean(over) < 1e-3
 
 
-def test_one_plan_costs_what_it_costs_among_all(pooled: Pooled) -> None:
+def test_single_plan_costs_the_same_as_among_all_plans(pooled: Pooled) -> None:
     generator = np.random.default_rng(2)
     jobs, rows = len(pooled.profiles), np.arange(len(pooled.profiles))
     factor, length = pooled.factor(generator), np.exp(generator.uniform(-1, 1, jobs))
@@ -120,7 +120,7 @@ def test_one_plan_costs_what_it_costs_among_all(pooled: Pooled) -> None:
 
 
 @pytest.mark.parametrize("share", [0.4, 0.7, 1.0, 1.7])
-def test_the_longest_length_that_fits_is_where_the_peak_meets_the_budget(pooled: Pooled, share: float) -> None:
+def test_longest_fitting_length_is_where_the_peak_meets_the_budget(pooled: Pooled, share: float) -> None:
     pool, jobs = pooled.pool, len(pooled.profiles)
     budget = share * pool.peak_of(pool.baseline, pooled.ones)
     longest = pool.longest(budget)
@@ -139,7 +139,7 @@ def test_the_longest_length_that_fits_is_where_the_peak_meets_the_budget(pooled:
     assert checked > 500
 
 
-def test_padding_never_wins(pooled: Pooled) -> None:
+def test_padding_is_never_chosen(pooled: Pooled) -> None:
     pool = pooled.pool
     padded = ~pool.there
     assert padded.any()
@@ -147,13 +147,13 @@ def test_padding_never_wins(pooled: Pooled) -> None:
     rows = np.arange(len(pooled.profiles))
     assert pool.there[rows, pool.baseline].all()
     assert pool.there[rows, pool.leanest].all()
-    # A padded place repeats a plan that is there, so that no first-of-the-best is ever padding.
+    # Padding repeats an existing plan, so the first of the best plans is never padding.
     for quantity in (pooled.seconds, pooled.peaks):
         assert pool.there[rows, quantity.argmin(axis=1)].all()
         np.testing.assert_allclose(quantity[padded], np.repeat(quantity[:, 0], padded.sum(axis=1)), rtol=1e-12)
 
 
-def test_the_baseline_and_the_leanest_plan_are_there_and_no_plan_twice(pooled: Pooled) -> None:
+def test_baseline_and_leanest_plan_are_included_and_no_plan_twice(pooled: Pooled) -> None:
     pool = pooled.pool
     for job, profile in enumerate(pooled.profiles):
         plans = [
@@ -172,7 +172,7 @@ def test_the_baseline_and_the_leanest_plan_are_there_and_no_plan_twice(pooled: P
         assert pooled.peaks[job][pool.leanest[job]] <= smallest(profile).peak_bytes * 1.005
 
 
-def test_plans_that_are_asked_for_are_there_and_a_pool_has_its_size() -> None:
+def test_requested_plans_are_included_and_the_pool_has_its_size() -> None:
     profiles = [job.profile for job in drawn_jobs(4, seed=8)]
     arrays, generator = CostArrays(profiles), np.random.default_rng(0)
     asked = []
@@ -186,7 +186,7 @@ def test_plans_that_are_asked_for_are_there_and_a_pool_has_its_size() -> None:
         assert (rows == np.concatenate([plans.k[job : job + 1], plans.choices[job]])).all(axis=1).any()
 
 
-def test_lanes_are_taken_with_all_that_their_job_has(pooled: Pooled) -> None:
+def test_selected_lanes_keep_all_data_of_their_job(pooled: Pooled) -> None:
     job = np.array([3, 0, 3, 7])
     taken = pooled.pool.take(job)
     assert isinstance(taken, PlanPool)
@@ -195,7 +195,7 @@ def test_lanes_are_taken_with_all_that_their_job_has(pooled: Pooled) -> None:
     np.testing.assert_array_equal(taken.baseline, pooled.pool.baseline[job])
 
 
-def test_the_same_jobs_have_the_same_pools() -> None:
+def test_same_jobs_have_the_same_pools() -> None:
     profiles = [job.profile for job in drawn_jobs(6, seed=9)]
     first, again = make_pool(CostArrays(profiles)), make_pool(CostArrays(profiles))
     np.testing.assert_array_equal(first.choices, again.choices)
@@ -207,7 +207,7 @@ def drawn(seed: int, **shape: object) -> Profile:
 
 
 def with_uniform_tables(profile: Profile) -> Profile:
-    """Return a profile where 16 bits everywhere cost less than the sum of the units says."""
+    """Return a profile in which uniform 16-bit plans cost less than the sum over units."""
 
     def cheaper(table: StepTable) -> StepTable:
         segments = tuple(
@@ -227,7 +227,7 @@ def with_uniform_tables(profile: Profile) -> Profile:
 
 
 def without(profile: Profile, gone: Callable[[str | None, str], bool], ks: tuple[int, ...] = (1, 2, 4)) -> Profile:
-    """Return a profile that lacks some choices of some units, as if they had not run when it was made."""
+    """Return a profile without some choices of some units, as if they had not run during profiling."""
 
     def poorer(table: StepTable) -> StepTable:
         if table.accumulation_steps not in ks:
@@ -263,13 +263,13 @@ KINDS: dict[str, Callable[[int], Profile]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_profile_has_a_pool_that_is_nearly_exact(kind: str) -> None:
+def test_every_profile_has_a_nearly_exact_pool(kind: str) -> None:
     gaps = []
     for seed in range(5):
         pooled = Pooled([KINDS[kind](seed)])
         assert pooled.pool.there[0, pooled.pool.leanest[0]]
         runs = pooled.peaks[0] < 1e15
-        # Of what could not be profiled nothing is planned, but for the baseline, whose place planners ask for.
+        # Choices without a profile are not planned, except the baseline, which planners require.
         assert set(np.flatnonzero(pooled.pool.there[0] & ~runs)) <= {int(pooled.pool.baseline[0])}
         assert (pooled.pool.choices[0, pooled.pool.baseline[0]] == 0).all()
         gaps += pooled.gaps(0, pooled.peaks[0, runs].max())

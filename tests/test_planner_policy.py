@@ -1,4 +1,4 @@
-"""The planner leads real runs as it leads simulated ones, and survives whatever a window may have seen."""
+"""Tests that the planner guides real runs as it does simulated ones, after any measurement."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def drawn_jobs(count: int, seed: int = 0, batching: str | None = None) -> list[S
 
 
 def a_budget(found: Profile, share: float) -> int:
-    """Return a budget between what the leanest plan and what the baseline need."""
+    """Return a budget between the peaks of the leanest plan and the baseline."""
     least, most = smallest(found).peak_bytes, peak_bytes(found, found.space.baseline())
     return int((least + share * max(most - least, 0)) / (1 - SAFETY_MARGIN)) + 1
 
@@ -67,7 +67,7 @@ def observe(
 
 
 class Leader:
-    """Let a policy lead an engine, window by window, as a comparison does."""
+    """Runs an engine window by window under a policy's decisions, as a comparison does."""
 
     def __init__(self, engine: Engine, policy: PlannerPolicy, profile: Profile, budget: int | None) -> None:
         self.engine, self.policy, self.profile, self.budget = engine, policy, profile, budget
@@ -76,7 +76,7 @@ class Leader:
         self.windows: list[tuple[Plan, Measurement]] = []
 
     def run(self, windows: int, steps: int = 4) -> Iterator[tuple[Plan, Measurement]]:
-        """Run windows and decide after each; gives the plan and what was measured."""
+        """Run windows and decide after each; return the plans and measurements."""
         for _ in range(windows):
             plan, window = self.engine.plan, self.engine.run(steps)
             self.windows.append((plan, window))
@@ -93,7 +93,7 @@ class Leader:
 
 
 class Always:
-    """Choose the same levers whatever is seen, and remember what was."""
+    """A network that always chooses the same levers and records its features."""
 
     def __init__(self, actions: Actions) -> None:
         self.actions = actions
@@ -112,7 +112,7 @@ EXTREME = np.array([[size - 1 for size in SIZES]], dtype=np.int64)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.8, None])
-def test_in_a_still_world_a_run_begins_with_the_exact_optimum(share: float | None) -> None:
+def test_run_under_constant_conditions_begins_with_the_exact_optimum(share: float | None) -> None:
     for job in drawn_jobs(5, batching="fixed"):
         budget = None if share is None else a_budget(job.profile, share)
         plan = PlannerPolicy().begin(job.profile, budget)
@@ -121,7 +121,7 @@ def test_in_a_still_world_a_run_begins_with_the_exact_optimum(share: float | Non
         assert seconds_per_step(job.profile, plan) == pytest.approx(best.seconds_per_step, rel=1e-5)
 
 
-def test_under_adaptive_batching_it_begins_with_two_batches_as_long_as_the_noise_is_unknown() -> None:
+def test_adaptive_run_begins_with_two_batches_while_the_noise_scale_is_unknown() -> None:
     seen = set()
     for job in drawn_jobs(6, seed=2, batching="adaptive"):
         budget = a_budget(job.profile, 0.5)
@@ -135,13 +135,13 @@ def test_under_adaptive_batching_it_begins_with_two_batches_as_long_as_the_noise
     assert 2 in seen
 
 
-def test_a_budget_that_no_plan_meets_begins_with_the_leanest_plan() -> None:
+def test_unreachable_budget_begins_with_the_leanest_plan() -> None:
     for job in drawn_jobs(3):
         plan = PlannerPolicy().begin(job.profile, 1)
         assert peak_bytes(job.profile, plan) <= smallest(job.profile).peak_bytes * 1.005
 
 
-def test_the_launch_plan_is_what_begin_said_until_a_window_was_seen() -> None:
+def test_plan_before_the_first_window_is_the_initial_plan() -> None:
     (job,) = drawn_jobs(1)
     policy = PlannerPolicy()
     plan = policy.begin(job.profile, None)
@@ -149,7 +149,7 @@ def test_the_launch_plan_is_what_begin_said_until_a_window_was_seen() -> None:
     assert isinstance(policy, Policy)
 
 
-def test_before_it_begins_there_is_one_clear_error() -> None:
+def test_decision_before_begin_is_one_clear_error() -> None:
     (job,) = drawn_jobs(1)
     policy, plan = PlannerPolicy("mine"), job.profile.space.baseline()
     window = SimulatedEngine(job).run(3)
@@ -164,7 +164,7 @@ def test_before_it_begins_there_is_one_clear_error() -> None:
 
 
 @pytest.mark.parametrize("settings", [PlannerSettings(), LEANING, PlannerSettings(horizon=0.0, cost_error=0.0)])
-def test_every_window_of_a_moving_run_is_planned_within_the_budget(settings: PlannerSettings) -> None:
+def test_every_window_of_a_changing_run_is_planned_within_the_budget(settings: PlannerSettings) -> None:
     for number, job in enumerate(drawn_jobs(4, seed=5)):
         budget = a_budget(job.profile, 0.5)
         leader = Leader(
@@ -174,13 +174,13 @@ def test_every_window_of_a_moving_run_is_planned_within_the_budget(settings: Pla
             assert peak_bytes(job.profile, plan) <= budget * (1 - SAFETY_MARGIN)
 
 
-def test_where_nothing_moves_the_plan_stays() -> None:
+def test_plan_stays_if_nothing_changes() -> None:
     for job in drawn_jobs(3, seed=6, batching="fixed"):
         leader = Leader(SimulatedEngine(job), PlannerPolicy(), job.profile, a_budget(job.profile, 0.3))
         assert len({plan for plan, _ in leader.run(10)}) == 1
 
 
-def test_a_budget_that_shrinks_is_followed_at_once_and_one_that_grows_back_too() -> None:
+def test_plan_follows_a_shrinking_and_a_growing_budget_at_once() -> None:
     (job,) = drawn_jobs(1, seed=7, batching="fixed")
     wide, tight = a_budget(job.profile, 0.9), a_budget(job.profile, 0.2)
     leader = Leader(SimulatedEngine(job), PlannerPolicy(), job.profile, wide)
@@ -193,7 +193,7 @@ def test_a_budget_that_shrinks_is_followed_at_once_and_one_that_grows_back_too()
     assert plans[-1] == plans[0]
 
 
-def test_noise_that_is_learnt_decides_how_many_batches_a_step_takes() -> None:
+def test_learned_noise_scale_decides_the_number_of_batches_per_step() -> None:
     job = next(job for job in drawn_jobs(6, seed=2, batching="adaptive") if len(job.profile.accumulation_choices) > 1)
     chosen = []
     for noise in (1e-3, 1e6):
@@ -234,11 +234,11 @@ WINDOWS = {
 
 
 def with_batches(found: Profile, batch_bytes: int = 1024) -> Profile:
-    """Return a profile that says how large batches are; drawn ones do not."""
+    """Return a profile with the batch size, which random profiles lack."""
     return replace(found, tables=tuple(replace(table, batch_bytes=batch_bytes) for table in found.tables))
 
 
-def test_a_profile_from_a_busy_machine_says_nothing_of_one_plan_against_another() -> None:
+def test_uniformly_slow_profile_does_not_change_the_decisions() -> None:
     (job,) = drawn_jobs(1, seed=8)
     budget = a_budget(job.profile, 0.5)
 
@@ -248,7 +248,7 @@ def test_a_profile_from_a_busy_machine_says_nothing_of_one_plan_against_another(
         leader = Leader(SimulatedEngine(job), policy, job.profile, budget)
         for _ in range(6):
             plan, window = leader.engine.plan, leader.engine.run(4)
-            # The run is so many times as fast as the profile says.
+            # The run is faster than the profile by this factor.
             assert window.seconds_per_step is not None
             window = replace(window, seconds_per_step=window.seconds_per_step / slower)
             leader.windows.append((plan, window))
@@ -266,14 +266,14 @@ def test_a_profile_from_a_busy_machine_says_nothing_of_one_plan_against_another(
 
 @pytest.mark.parametrize("what", WINDOWS)
 @pytest.mark.parametrize("network", [False, True])
-def test_whatever_a_window_saw_the_next_one_is_planned(what: str, network: bool) -> None:
+def test_next_window_is_planned_after_any_measurement(what: str, network: bool) -> None:
     for job in drawn_jobs(2, seed=8):
         job = replace(job, profile=with_batches(job.profile))
         budget = a_budget(job.profile, 0.5)
         levers = Always(neutral_actions(1)) if network else None
         leader = Leader(SimulatedEngine(job), PlannerPolicy(settings=LEANING, network=levers), job.profile, budget)
         list(leader.run(3))
-        # Several in a row, then none.
+        # Several failures in a row, then none.
         for _ in range(4):
             plan, window = leader.windows[-1]
             leader.windows.append((plan, replace(window, **WINDOWS[what])))
@@ -289,7 +289,7 @@ def leanest_of(leader: Leader) -> Plan:
     return PlannerPolicy().begin(leader.profile, 1)
 
 
-def test_what_ran_out_of_memory_is_braced_for_once_levers_say_so() -> None:
+def test_levers_can_prepare_for_a_repeated_out_of_memory() -> None:
     (job,) = drawn_jobs(1, seed=7, batching="fixed")
     budget = a_budget(job.profile, 0.8)
     brace = neutral_actions(1)
@@ -308,7 +308,7 @@ def test_what_ran_out_of_memory_is_braced_for_once_levers_say_so() -> None:
     assert braced <= 0.8
 
 
-def test_a_plan_that_is_not_in_the_pool_is_survived() -> None:
+def test_plan_outside_the_pool_is_handled() -> None:
     generator = np.random.default_rng(0)
     for job in drawn_jobs(3, seed=9):
         policy, engine = PlannerPolicy(), SimulatedEngine(job)
@@ -329,7 +329,7 @@ def test_a_plan_that_is_not_in_the_pool_is_survived() -> None:
         Plan(accumulation_steps=1, precision={"blocks.0": Precision.FP16, "head": Precision.FP16}),
     ],
 )
-def test_a_plan_that_the_profile_does_not_know_is_survived(plan: Plan) -> None:
+def test_plan_unknown_to_the_profile_is_handled(plan: Plan) -> None:
     (job,) = drawn_jobs(1, seed=9)
     policy = PlannerPolicy()
     policy.begin(job.profile, None)
@@ -348,7 +348,7 @@ def test_reset_forgets_the_run_and_keeps_the_profile() -> None:
     recorded.seen.clear()
     policy.reset()
     assert policy.plan == first[0][0]
-    # Told of the same windows it sees and decides the same once more.
+    # With the same windows, it gets the same features and makes the same decisions again.
     leader.windows.clear()
     for (plan, window), (following, _) in itertools.pairwise(first):
         leader.windows.append((plan, window))
@@ -363,7 +363,7 @@ def test_reset_forgets_the_run_and_keeps_the_profile() -> None:
 # ---------------------------------------------------------------------------------------------------------- network
 
 
-def test_with_an_untrained_network_it_decides_as_the_planner_alone() -> None:
+def test_untrained_network_decides_as_the_planner_alone() -> None:
     torch.manual_seed(0)
     network = LeverNetwork(16)
     for number, job in enumerate(drawn_jobs(3, seed=5)):
@@ -377,7 +377,7 @@ def test_with_an_untrained_network_it_decides_as_the_planner_alone() -> None:
         assert plans[0] == plans[1]
 
 
-def test_the_bare_network_chooses_as_the_modules_do() -> None:
+def test_numpy_network_chooses_as_the_torch_modules_do() -> None:
     torch.manual_seed(1)
     network = LeverNetwork(32)
     torch.nn.init.normal_(network.levers.weight, std=0.5)
@@ -394,7 +394,7 @@ def test_the_bare_network_chooses_as_the_modules_do() -> None:
 
 
 class Broken:
-    """Fail as a network may."""
+    """A network that fails."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -408,7 +408,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("how", ["raises", "has another shape", "chooses what is not there", "is not finite"])
-def test_where_a_network_fails_the_planner_goes_on_alone(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_planner_continues_alone_if_the_network_fails(how: str, caplog: pytest.LogCaptureFixture) -> None:
     (job,) = drawn_jobs(1, seed=5)
     budget = a_budget(job.profile, 0.4)
     network: Broken | LeverNetwork = Broken(how)
@@ -428,7 +428,7 @@ def test_where_a_network_fails_the_planner_goes_on_alone(how: str, caplog: pytes
     assert any("the network failed" in line for line in caplog.messages)
 
 
-def test_a_feature_out_of_the_range_of_training_leaves_the_planner_alone_and_is_named(
+def test_feature_outside_its_training_range_disables_the_network_and_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (job,) = drawn_jobs(1, seed=5)
@@ -459,7 +459,7 @@ def test_a_feature_out_of_the_range_of_training_leaves_the_planner_alone_and_is_
         assert any(f"acts alone: {name}" in line for line in caplog.messages)
 
 
-def test_a_little_beyond_the_range_is_within_it() -> None:
+def test_feature_slightly_outside_its_training_range_is_accepted() -> None:
     lowest, highest = np.zeros(len(RUN_FEATURES)), np.full(len(RUN_FEATURES), 4.0)
     ranges = Ranges(lowest, highest)
     names = list(RUN_FEATURES)
@@ -469,7 +469,7 @@ def test_a_little_beyond_the_range_is_within_it() -> None:
         moved = run.copy()
         moved[0, place] = value
         assert ranges.outside(moved) == (None if inside else names[place])
-    # What never moved in training may move a little.
+    # A feature that never varied in training may vary a little.
     still = Ranges(np.zeros(len(names)), np.zeros(len(names)))
     assert still.outside(np.full((1, len(names)), 0.24, dtype=np.float32)) is None
     assert still.outside(np.full((1, len(names)), 0.26, dtype=np.float32)) == names[0]
@@ -493,7 +493,7 @@ MOVED = Strengths(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_it_sees_and_decides_what_the_simulators_planner_sees_and_decides(seed: int) -> None:
+def test_policy_gets_the_features_and_makes_the_decisions_of_the_simulated_planner(seed: int) -> None:
     (job,) = drawn_jobs(1, seed=20 + seed)
     job = replace(job, profile=with_batches(job.profile, 2**20))
     runs = MovingRuns([job], MOVED, windows=16)
@@ -506,7 +506,7 @@ def test_it_sees_and_decides_what_the_simulators_planner_sees_and_decides(seed: 
     told = replace(job.profile, switch_s=float(runs.switch_s[0]), length_spread=0.1)
     recorded = Always(neutral_actions(1))
     policy = PlannerPolicy(settings=LEANING, network=recorded)
-    # Under a budget that nothing meets the exact solver has no plan to add, so that both have the same plans.
+    # Under an unreachable budget the exact solver adds no plan, so both have the same plans.
     policy.begin(told, 1)
 
     def budget(usable_bytes: float) -> int:
@@ -539,7 +539,7 @@ def test_it_sees_and_decides_what_the_simulators_planner_sees_and_decides(seed: 
         chosen = policy.decide(observation, plan)
         run, units = watch.features(situation)
         for name, own, other in zip(RUN_FEATURES, recorded.seen[-1][0][0], run[0], strict=True):
-            # A dip in the first window is seen against the budget that it began with, which was another one.
+            # A dip in the first window is measured against the initial budget, which differed.
             assert own == pytest.approx(other, abs=2e-3) or "dip" in name, name
         np.testing.assert_allclose(recorded.seen[-1][1], units, atol=2e-3)
         number = planner.decide(situation)
@@ -552,7 +552,7 @@ def tiny_profile() -> Profile:
     return profile(tiny_job.job(), device_name="here", options=options)
 
 
-def test_it_leads_a_real_training_through_a_dip_of_the_memory(tiny_profile: Profile) -> None:
+def test_policy_guides_real_training_through_a_memory_dip(tiny_profile: Profile) -> None:
     baseline = peak_bytes(tiny_profile, tiny_profile.space.baseline())
     budget = int(1.1 * baseline)
     engine = TorchEngine(tiny_job.job())
@@ -563,7 +563,7 @@ def test_it_leads_a_real_training_through_a_dip_of_the_memory(tiny_profile: Prof
     for number, (plan, window) in enumerate(leader.run(8, steps=3)):
         failures.append(window.failure)
         assert peak_bytes(tiny_profile, plan) <= budget * (1 - SAFETY_MARGIN)
-        # Nobody announces that the sixth window's memory is much smaller.
+        # The sixth window's memory is much smaller, unannounced.
         engine.memory_budget_bytes = 1000 if number == 4 else budget
     assert [failure for number, failure in enumerate(failures) if number != 5] == [None] * 7
     assert failures[5] is Failure.OVER_BUDGET

@@ -1,4 +1,4 @@
-"""Folders of policies that lean on a planner: nothing in them can run, and what is not what was saved is refused."""
+"""Tests of policy folders: nothing in them can run, and every modification is rejected."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ WITNESS = "AUTOTUNE_POLICY_FILE_RAN"
 
 
 def trained_network() -> LeverNetwork:
-    """Return a network that moves levers, unlike an untrained one."""
+    """Return a network with non-neutral levers, unlike an untrained one."""
     torch.manual_seed(0)
     network = LeverNetwork(8)
     torch.nn.init.normal_(network.levers.weight, std=2.0)
@@ -94,9 +94,9 @@ def weights_of(policy: object) -> dict[str, torch.Tensor]:
 
 
 class Watcher:
-    """Note what Python is asked to do that loading data has no need of.
+    """A recorder of audit events that loading data does not need.
 
-    An audit hook cannot be taken away again, so that there is one for the whole session, deaf while nothing is watched.
+    An audit hook cannot be removed, so there is one for the whole session, inactive while nothing is watched.
     """
 
     FORBIDDEN = ("os.", "subprocess.", "socket.", "pty.", "ctypes.", "winreg.", "shutil.", "tempfile.", "pickle.")
@@ -109,14 +109,14 @@ class Watcher:
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple) -> None:
-        # Other tests' threads may still send what they log.
+        # Threads of other tests may still send log records.
         if self._allowed is None or threading.get_ident() != self._thread:
             return
         if event == "open":
             path, mode, flags = (*arguments, None, None)[:3]
             writes = bool(isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
             writes = writes or bool(isinstance(mode, str) and set(mode) & set("wax+"))
-            # A number is a file that was opened before, which was heard then.
+            # A number is the descriptor of a file that was opened, and recorded, before.
             if writes or (not isinstance(path, int) and os.fspath(path) not in self._allowed):
                 self.events.append((event, f"{path} {mode}"))
         elif event in self.FORBIDDEN_EVENTS or event.startswith(self.FORBIDDEN):
@@ -138,7 +138,7 @@ def watcher() -> Watcher:
     return Watcher()
 
 
-def test_the_watcher_hears_what_it_listens_for(watcher: Watcher, folder: Path) -> None:
+def test_audit_hook_reports_every_kind_of_event_it_monitors(watcher: Watcher, folder: Path) -> None:
     def heard(act: Callable[[], object]) -> list[str]:
         watcher.events.clear()
         with watcher.watching(folder):
@@ -165,7 +165,7 @@ def test_the_watcher_hears_what_it_listens_for(watcher: Watcher, folder: Path) -
 
 
 def load_watched(folder: Path, watcher: Watcher) -> PlannerPolicy:
-    # What the first load of a process imports is no file of a policy.
+    # Imports during the first load in a process are not files of a policy.
     shipped_policy()
     watcher.events.clear()
     try:
@@ -181,7 +181,7 @@ def load_watched(folder: Path, watcher: Watcher) -> PlannerPolicy:
 # --------------------------------------------------------------------------------------------------------- round trip
 
 
-def test_a_policy_that_is_saved_and_loaded_decides_the_same(folder: Path, watcher: Watcher) -> None:
+def test_saved_and_loaded_policy_decides_identically(folder: Path, watcher: Watcher) -> None:
     loaded = load_watched(folder, watcher)
     assert loaded.settings == SETTINGS
     assert loaded.ranges is not None
@@ -229,7 +229,7 @@ def led(policy: PlannerPolicy, job) -> list[Plan]:
     return plans
 
 
-def test_a_folder_holds_three_files_and_none_of_them_is_code(folder: Path) -> None:
+def test_folder_contains_three_files_and_no_code(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", MANIFEST, WEIGHTS]
     document = json.loads((folder / MANIFEST).read_text())
     assert document["kind"] == "levers"
@@ -238,7 +238,7 @@ def test_a_folder_holds_three_files_and_none_of_them_is_code(folder: Path) -> No
         pickle.loads((folder / WEIGHTS).read_bytes())
 
 
-def test_what_is_saved_is_checked_as_what_is_loaded(tmp_path: Path) -> None:
+def test_saving_checks_the_same_rules_as_loading(tmp_path: Path) -> None:
     for settings in (replace(SETTINGS, rise=-1.0), replace(SETTINGS, horizon=math.inf)):
         with pytest.raises(ValueError, match=r"rise|horizon"):
             save_levers(tmp_path / "p", trained_network(), settings, wide_ranges(), TRAINING, "card")
@@ -249,18 +249,18 @@ def test_what_is_saved_is_checked_as_what_is_loaded(tmp_path: Path) -> None:
 
 
 class Payload:
-    """Leave a mark where it is unpickled."""
+    """An object that leaves a mark when it is unpickled."""
 
     def __reduce__(self) -> tuple:
         return exec, (f"import os; os.environ[{WITNESS!r}] = '1'",)
 
 
 def edit(folder: Path, **changes: object) -> None:
-    """Change keys of the manifest; ``...`` takes one away."""
+    """Change keys of the manifest; ``...`` removes a key."""
     document = json.loads((folder / MANIFEST).read_text()) | changes
     document = {key: value for key, value in document.items() if value is not ...}
     if "manifest_sha256" not in changes:
-        # A hash protects from damage, not from an author.
+        # A hash protects against damage, not against forgery.
         document["manifest_sha256"] = manifest_sha256(document)
     (folder / MANIFEST).write_text(json.dumps(document))
 
@@ -271,7 +271,7 @@ def edit_part(folder: Path, part: str, **changes: object) -> None:
 
 
 def put_weights(folder: Path, weights: bytes) -> None:
-    """Put in other weights, with a manifest that says so."""
+    """Replace the weights, and update the manifest."""
     (folder / WEIGHTS).write_bytes(weights)
     edit(folder, weights_sha256=hashlib.sha256(weights).hexdigest(), weights_bytes=max(len(weights), 1))
 
@@ -288,7 +288,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> bytes:
 
 
 def header(change: Callable[[dict], object], data: Callable[[bytes], bytes] = lambda data: data) -> bytes:
-    """Return weights whose header was changed."""
+    """Return weights with a modified header."""
     return framed(lambda text: json.dumps(changed(json.loads(text), change)).encode(), data)
 
 
@@ -323,7 +323,7 @@ def bias(value: float) -> bytes:
 
 
 def stands_twice(text: bytes) -> bytes:
-    """Return a header in which one tensor stands twice, so that a reader may take either."""
+    """Return a header with a duplicate tensor, of which a reader may take either."""
     entry = json.dumps(json.loads(text)["value.bias"])
     return text.rstrip()[:-1] + f',"value.bias":{entry}}}'.encode()
 
@@ -386,7 +386,7 @@ PAYLOADS: dict[str, Callable[[Path], object]] = {
     "a share above 1": lambda f: edit_part(f, "planner", common_share=1.5),
     "training in words": lambda f: edit_part(f, "training", seeds="many"),
     "an interval of three": lambda f: edit_part(f, "training", won_ci95=[0.0, 1.0, 2.0]),
-    # In place of the weights, the manifest's hash and size following suit.
+    # In place of the weights, with the manifest's hash and size updated.
     "no weights": lambda f: (f / WEIGHTS).unlink(),
     "empty weights": lambda f: put_weights(f, b""),
     "weights of one byte": lambda f: put_weights(f, b"x"),
@@ -440,7 +440,7 @@ PAYLOADS: dict[str, Callable[[Path], object]] = {
 
 
 def state_of(folder: Path) -> dict[str, object]:
-    """Return what stands in a folder, to tell whether an injection changed it."""
+    """Return the contents of a folder, to detect changes by an injection."""
     found: dict[str, object] = {}
     for name in (MANIFEST, WEIGHTS):
         path = folder / name
@@ -450,7 +450,7 @@ def state_of(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("what", PAYLOADS)
-def test_a_hostile_or_damaged_folder_is_refused_in_one_line_and_nothing_runs(
+def test_hostile_or_damaged_folder_is_rejected_in_one_line_and_nothing_runs(
     what: str, folder: Path, watcher: Watcher
 ) -> None:
     before = state_of(folder)
@@ -467,7 +467,9 @@ def test_a_hostile_or_damaged_folder_is_refused_in_one_line_and_nothing_runs(
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
-def test_payloads_would_run_and_their_carriers_are_good_without_them(tmp_path: Path, watcher: Watcher) -> None:
+def test_payloads_execute_when_unpickled_and_their_carrier_files_are_otherwise_valid(
+    tmp_path: Path, watcher: Watcher
+) -> None:
     assert len(PAYLOADS) >= 25
     for number, weights in enumerate((tensors(len), header(len), framed(bytes))):
         folder = save_to(tmp_path / str(number))
@@ -482,7 +484,7 @@ def test_payloads_would_run_and_their_carriers_are_good_without_them(tmp_path: P
         assert os.environ.pop(WITNESS) == "1"
 
 
-def test_what_cannot_be_read_is_refused_too(folder: Path) -> None:
+def test_unreadable_folder_is_rejected(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     with pytest.raises(PolicyFileError, match=r"policy\.safetensors: cannot be read \(No such file or directory\)"):
         load_policy(folder)
@@ -494,7 +496,7 @@ def test_what_cannot_be_read_is_refused_too(folder: Path) -> None:
 
 
 def mutated(data: bytes, generator: np.random.Generator) -> bytes:
-    """Return bytes with one of them changed, or some cut off, taken out or standing twice; never the same bytes."""
+    """Return the bytes with one changed, or some truncated, removed or duplicated; never unchanged."""
     kind, place = generator.integers(6), int(generator.integers(len(data)))
     length = int(generator.integers(1, 64))
     if kind <= 1:
@@ -511,7 +513,7 @@ def mutated(data: bytes, generator: np.random.Generator) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [MANIFEST, WEIGHTS])
-def test_three_thousand_damages_are_refused_or_change_nothing(name: str, folder: Path, watcher: Watcher) -> None:
+def test_three_thousand_mutations_are_rejected_or_change_nothing(name: str, folder: Path, watcher: Watcher) -> None:
     generator = np.random.default_rng(0)
     good = (folder / name).read_bytes()
     policy = load_policy(folder)
@@ -526,7 +528,7 @@ def test_three_thousand_damages_are_refused_or_change_nothing(name: str, folder:
         except PolicyFileError as error:
             messages.append(str(error))
             continue
-        # Of a manifest some spaces may change.
+        # In a manifest, some spaces may change without effect.
         assert all(torch.equal(tensor, weights_of(loaded)[key]) for key, tensor in original.items())
         assert loaded.settings == policy.settings
         np.testing.assert_array_equal(loaded.ranges.lowest, policy.ranges.lowest)
@@ -538,15 +540,13 @@ def test_three_thousand_damages_are_refused_or_change_nothing(name: str, folder:
 
 
 @pytest.mark.slow
-def test_damage_that_the_hash_was_made_to_agree_with_is_refused_or_loads_other_numbers(
-    folder: Path, watcher: Watcher
-) -> None:
+def test_mutation_with_a_corrected_hash_is_rejected_or_loads_other_numbers(folder: Path, watcher: Watcher) -> None:
     generator = np.random.default_rng(1)
     good, manifest = (folder / WEIGHTS).read_bytes(), (folder / MANIFEST).read_bytes()
     (size,) = struct.unpack("<Q", good[:8])
     refused = 0
     for number in range(600):
-        # Half of it in the header, which is where a reader can be led astray.
+        # Half of the damage is in the header, where it can mislead a reader.
         head = mutated(good[: 8 + size], generator)
         bad = head + good[8 + size :] if number % 2 else mutated(good, generator)
         assert bad != good
@@ -566,7 +566,7 @@ def test_damage_that_the_hash_was_made_to_agree_with_is_refused_or_loads_other_n
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a runs folder that knows the tiny job's profile."""
+    """Return a runs folder with the tiny job's profile in its cache."""
     runs = tmp_path_factory.mktemp("runs")
     options = ProfilerOptions(seconds=0.5, max_rounds=2, calibration_plans=2)
     cached_profile(load_job(tiny_job.__file__), runs, options=options)
@@ -575,7 +575,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["pickle as manifest", "an unknown key", "NaN"])
-def test_comparing_with_a_broken_folder_is_one_line_exit_2_and_no_run(
+def test_compare_with_a_damaged_folder_is_one_line_exit_code_2_and_no_run(
     what: str, folder: Path, profiled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     PAYLOADS[what](folder)

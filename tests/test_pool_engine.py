@@ -1,4 +1,4 @@
-"""A pool of workers proposes, counts and stores as one engine does, whichever worker is slow or dies."""
+"""Tests of a pool of workers: same proposals, counts and records as one engine, even if workers are slow or die."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autotune.records.run_directory import RunDirectory
 
 
 class KnownWorker:
-    """Answer by a formula, after a while, until it dies."""
+    """A worker that computes windows by a formula, after a delay, until it dies."""
 
     def __init__(
         self, generator: np.random.Generator | None = None, dies_at: int | None = None, longest_s: float = 0.004
@@ -77,7 +77,7 @@ def outline(result: plan_search.TuningResult) -> list[tuple[Plan, float, bool]]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_random_search_is_what_it_is_without_a_pool(count: int, tmp_path: Path) -> None:
+def test_random_search_gives_the_same_results_with_and_without_a_pool(count: int, tmp_path: Path) -> None:
     (tmp_path / "serial").mkdir()
     (tmp_path / "pool").mkdir()
     serial = tuned(KnownEngine(), "random", tmp_path / "serial")
@@ -86,13 +86,13 @@ def test_random_search_is_what_it_is_without_a_pool(count: int, tmp_path: Path) 
     engine.close()
     assert outline(spread) == outline(serial)
     assert (spread.plan, spread.tuning_steps) == (serial.plan, serial.tuning_steps)
-    # Nothing was run that nobody asked for, and every worker had its share.
+    # Only requested plans were run, and every worker ran some.
     assert sum(len(worker.ran) for worker in workers) == len(spread.trials) + 2
     assert all(worker.ran and worker.closed for worker in workers)
 
 
 @pytest.mark.slow
-def test_what_optuna_proposes_hangs_on_no_workers_speed(tmp_path: Path) -> None:
+def test_optuna_proposals_do_not_depend_on_worker_speed(tmp_path: Path) -> None:
     found = []
     for seed in range(3):
         (tmp_path / str(seed)).mkdir()
@@ -103,7 +103,7 @@ def test_what_optuna_proposes_hangs_on_no_workers_speed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["random", "optuna"])
-def test_budgets_of_steps_and_of_trials_are_kept(method: str, tmp_path: Path) -> None:
+def test_budgets_of_steps_and_trials_are_respected(method: str, tmp_path: Path) -> None:
     engine, workers = pool(4)
     result = tuned(engine, method, tmp_path, steps=500, trials=5)
     engine.close()
@@ -114,9 +114,7 @@ def test_budgets_of_steps_and_of_trials_are_kept(method: str, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["random", "optuna"])
 @pytest.mark.parametrize("stopped_at", [1, 7, 15])
-def test_a_campaign_that_is_taken_up_finds_what_it_would_have_found(
-    method: str, stopped_at: int, tmp_path: Path
-) -> None:
+def test_resumed_campaign_finds_the_same_trials(method: str, stopped_at: int, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
     engine, _ = pool(3)
@@ -124,7 +122,7 @@ def test_a_campaign_that_is_taken_up_finds_what_it_would_have_found(
     engine.close()
 
     class Cut(BaseException):
-        """Stands for a kill: nobody catches it."""
+        """Stands for a kill: no code catches it."""
 
     class CutEngine(PoolEngine):
         windows = 0
@@ -145,16 +143,16 @@ def test_a_campaign_that_is_taken_up_finds_what_it_would_have_found(
     again = tuned(engine, method, tmp_path / "cut", Journal.opened(tmp_path / "cut"))
     engine.close()
     assert outline(again) == outline(whole)
-    # What was answered before was not run again.
+    # Finished windows were not run again.
     assert sum(len(worker.ran) for worker in workers) == len(whole.trials) - stopped_at
 
 
-def test_what_a_lost_worker_ran_is_run_again_once() -> None:
+def test_window_of_a_lost_worker_is_repeated_once() -> None:
     mortal = KnownWorker(dies_at=2)
 
     class Patient(KnownWorker):
         def run(self, plan: dict[str, Any], steps: int, memory_budget_bytes: int | None) -> dict[str, Any]:
-            # However busy the machine is, the other one gets its turns.
+            # The other worker gets its turns however busy the machine is.
             assert len(self.ran) < 5 or mortal.lost.wait(60)
             return super().run(plan, steps, memory_budget_bytes)
 
@@ -172,7 +170,7 @@ def test_what_a_lost_worker_ran_is_run_again_once() -> None:
     assert sorted(map(str, ran)) == sorted(map(str, asked))
 
 
-def test_a_plan_that_takes_two_workers_down_is_a_crash_and_the_rest_goes_on() -> None:
+def test_plan_that_kills_two_workers_is_a_crash_and_the_rest_continues() -> None:
     workers = [KnownWorker() for _ in range(4)]
     asked = distinct_plans(SPACE, 12)
     for worker in workers:
@@ -190,7 +188,7 @@ def test_a_plan_that_takes_two_workers_down_is_a_crash_and_the_rest_goes_on() ->
     engine.close()
 
 
-def test_without_workers_there_is_an_error_and_no_waiting() -> None:
+def test_pool_without_workers_raises_at_once() -> None:
     engine = PoolEngine([KnownWorker(dies_at=1), KnownWorker(dies_at=1)])
     asked = distinct_plans(SPACE, 6)
     for plan in asked:
@@ -214,7 +212,7 @@ def test_windows_to_be_compared_run_on_one_worker() -> None:
     assert [len(worker.ran) for worker in workers] == [6, 0, 0]
 
 
-def test_nobody_waits_for_a_pool_that_is_closed() -> None:
+def test_closing_the_pool_does_not_wait_for_workers() -> None:
     class Slow(KnownWorker):
         ended = threading.Event()
 
@@ -235,7 +233,7 @@ def test_nobody_waits_for_a_pool_that_is_closed() -> None:
 
 @pytest.mark.slow
 def test_64_workers_and_one_study_lose_and_repeat_no_trial(tmp_path: Path) -> None:
-    # So long that many have something to do at once, however slowly the study proposes; finals run on the first.
+    # The delay keeps many workers busy at once even if the study is slow; finals run on the first worker.
     workers = [KnownWorker(np.random.default_rng(number), longest_s=3.0 if number else 0.01) for number in range(64)]
     engine = PoolEngine(workers)
     result = tuned(engine, "optuna", tmp_path, steps=420)
@@ -246,7 +244,7 @@ def test_64_workers_and_one_study_lose_and_repeat_no_trial(tmp_path: Path) -> No
         told = database.execute("select count(*) from trial_values").fetchone()[0]
     assert [number for number, _ in rows] == list(range(len(rows)))
     assert {state for _, state in rows} <= {"COMPLETE", "FAIL"}
-    # What was known before costs nothing and is told as failed.
+    # Known plans cost nothing and are recorded as failed.
     assert sum(state == "COMPLETE" for _, state in rows) == told >= len(searched)
     assert len(set(searched)) == len(searched) > 64
     assert sum(bool(worker.ran) for worker in workers) > 16
@@ -256,14 +254,12 @@ def test_64_workers_and_one_study_lose_and_repeat_no_trial(tmp_path: Path) -> No
     ("address", "said"),
     [("local:0", "local:N"), ("local", "local:N"), ("nowhere", "HOST:PORT"), ("ray://", "HOST:PORT"), ("h:x", "auto")],
 )
-def test_an_address_that_is_none_is_one_line(address: str, said: str) -> None:
+def test_invalid_address_is_one_line(address: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         ClusterOptions(address=address)
 
 
-def test_clusters_and_methods_that_do_not_go_together_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_incompatible_clusters_and_methods_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from autotune.cli.main import run
 
     refused: Callable[..., int] = lambda *more: run(  # noqa: E731

@@ -1,4 +1,4 @@
-"""Precision: what a unit computes in, and what it hands on."""
+"""Tests of precision: the dtype of a unit's computation and of its output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_matrix_products_run_in_the_precision_and_weights_stay_fp32(precision, d
         (Precision.FP16, torch.float16),
     ],
 )
-def test_only_inherit_leaves_an_outer_autocast_in_force(precision, dtype):
+def test_only_inherit_keeps_an_outer_autocast(precision, dtype):
     layer = nn.Linear(4, 4)
     with torch.autocast("cpu", dtype=torch.float16):
         with computing_in(precision, "cpu"):
@@ -55,7 +55,7 @@ def test_only_inherit_leaves_an_outer_autocast_in_force(precision, dtype):
     assert outside.dtype is torch.float16
 
 
-def test_the_surrounding_arrangement_comes_back_even_after_an_exception():
+def test_outer_autocast_is_restored_even_after_an_exception():
     with pytest.raises(KeyError, match="user"), computing_in(Precision.BF16, "cpu"):
         raise KeyError("user")
     assert not torch.is_autocast_enabled("cpu")
@@ -84,18 +84,18 @@ def test_only_16_bit_floating_tensors_are_cast():
     assert result["number"] == 3
 
 
-def test_a_tensor_in_fp32_passes_as_itself():
+def test_fp32_tensor_is_returned_unchanged():
     tensor = torch.ones(2)
     assert canonical(tensor) is tensor
 
 
-def test_a_cast_output_keeps_its_gradient():
+def test_cast_output_keeps_its_gradient():
     leaf = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
     canonical(leaf).sum().backward()
     assert torch.equal(leaf.grad, torch.ones(2, dtype=torch.bfloat16))
 
 
-def test_a_device_is_probed_once_and_probing_draws_no_random_numbers(measuring_precisions):
+def test_device_is_probed_once(measuring_precisions):
     before = torch.get_rng_state()
     excluded = excluded_precisions("cpu")
     assert torch.equal(torch.get_rng_state(), before)

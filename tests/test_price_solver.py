@@ -1,4 +1,4 @@
-"""Planning by a price per byte: near the exact optimum, within the budget, monotone in it."""
+"""Tests of planning with a price per byte: near the optimum, within the budget and monotone in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def drawn(seed: int, units: int = 6):
     return draw_profile(np.random.default_rng(seed), Shape(units=units))
 
 
-def test_plans_fit_and_are_close_to_the_exact_ones() -> None:
+def test_plans_fit_and_are_close_to_the_exact_optimum() -> None:
     profiles = [drawn(seed, units) for seed in range(12) for units in (2, 8)]
     arrays = CostArrays(profiles)
     jobs = np.arange(len(profiles))
@@ -43,7 +43,7 @@ def test_plans_fit_and_are_close_to_the_exact_ones() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10_000), st.floats(0.3, 1.0), st.floats(1.0, 2.0))
-def test_a_larger_budget_never_makes_a_slower_plan(seed: int, share: float, factor: float) -> None:
+def test_larger_budget_never_gives_a_slower_plan(seed: int, share: float, factor: float) -> None:
     profile = drawn(seed)
     arrays = CostArrays([profile])
     budget = share * solve(profile).peak_bytes + smallest(profile).peak_bytes * (1 - share)
@@ -55,14 +55,14 @@ def test_a_larger_budget_never_makes_a_slower_plan(seed: int, share: float, fact
         assert large <= small * (1 + 1e-12)
 
 
-def test_a_budget_that_nothing_meets_gives_the_leanest_plan_and_says_so() -> None:
+def test_unreachable_budget_gives_the_leanest_plan_and_reports_it() -> None:
     arrays = CostArrays([drawn(0)])
     plans, fits = PriceSolver(arrays).solve(np.array([0]), np.array([1.0]))
     assert not fits[0]
     assert arrays.peak_bytes(plans)[0] <= smallest(drawn(0)).peak_bytes * 1.2
 
 
-def test_the_k_with_the_most_worth_per_second_is_taken() -> None:
+def test_k_with_the_most_progress_per_second_is_chosen() -> None:
     profile = drawn(1)
     arrays = CostArrays([profile])
     worth = np.array([[1.0, 1.0, 100.0]])
@@ -70,8 +70,8 @@ def test_the_k_with_the_most_worth_per_second_is_taken() -> None:
     assert plans.k[0] == 2
 
 
-def test_links_are_taken_by_bytes_per_second_and_chains_skip_what_is_dominated() -> None:
-    # One unit: fast and fat, a dominated choice, a middling one, and a lean one.
+def test_links_are_ordered_by_bytes_per_second_and_dominated_choices_are_skipped() -> None:
+    # One unit with a fast and large choice, a dominated one, an intermediate one and a lean one.
     seconds = np.array([[[1.0, 2.0, 2.0, 4.0]]])
     size = np.array([[[100.0, 100.0, 40.0, 10.0]]])
     chains = make_chains(seconds, size, np.ones((1, 1, 4), dtype=bool))
@@ -81,7 +81,7 @@ def test_links_are_taken_by_bytes_per_second_and_chains_skip_what_is_dominated()
 
 
 @pytest.mark.parametrize("length", [0.5, 2.0])
-def test_longer_sequences_are_planned_for(length: float) -> None:
+def test_plans_for_longer_sequences_account_for_their_length(length: float) -> None:
     profile = drawn(3)
     arrays = CostArrays([profile])
     budget = np.array([1.3 * smallest(profile).peak_bytes * max(length, 1.0)])

@@ -1,4 +1,4 @@
-"""The profile: its document, and what the memory and time models make of it."""
+"""Tests of the profile: its document, and the memory and time models computed from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drawn(seed: int, units: int = 4, **shape: object) -> Profile:
 
 
 @given(seeds)
-def test_a_profile_survives_json(seed: int):
+def test_profile_round_trips_through_json(seed: int):
     profile = drawn(seed)
     assert Profile.from_json(json.loads(json.dumps(profile.to_json(), allow_nan=False))) == profile
 
@@ -49,20 +49,20 @@ def test_a_profile_survives_json(seed: int):
         ({"units": [{}]}, r"units\[0\].name is missing"),
     ],
 )
-def test_a_wrong_profile_says_whose_it_is(change, message):
+def test_invalid_profile_error_names_the_profile(change, message):
     with pytest.raises(ProfileError, match=message) as raised:
         Profile.from_json({**drawn(0).to_json(), **change}, where="profile.json")
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith("profile.json: ")
 
 
-def test_a_k_that_was_not_profiled_is_refused():
+def test_unprofiled_k_is_rejected():
     with pytest.raises(ProfileError, match=r"k = 3 is not in the profile \(allowed: 1, 2, 4\)"):
         peak_bytes(drawn(0), Plan(accumulation_steps=3))
 
 
 @given(seeds, st.data())
-def test_recomputing_one_more_unit_costs_time_and_no_more_memory_than_what_it_now_keeps(seed: int, data: st.DataObject):
+def test_recomputing_one_more_unit_costs_time_and_at_most_its_newly_kept_memory(seed: int, data: st.DataObject):
     profile = drawn(seed)
     plan = profile.space.sample(np.random.default_rng(seed))
     saving = [name for name in profile.space.recomputable if plan.storage_of(name) is Storage.SAVE]
@@ -80,16 +80,16 @@ def test_recomputing_one_more_unit_costs_time_and_no_more_memory_than_what_it_no
 
 
 @given(seeds)
-def test_under_fixed_batching_a_larger_k_never_needs_more_activations(seed: int):
+def test_larger_k_never_needs_more_activation_memory_under_fixed_batching(seed: int):
     profile = drawn(seed)
     plan = profile.space.sample(np.random.default_rng(seed))
     gradients = sum(segment.gradient_bytes for segment in profile.table(1).segments)
     one, four = (peak_bytes(profile, plan.changed(accumulation_steps=k)) for k in (1, 4))
-    # From the second micro-batch on all gradients are alive, which can outweigh what a smaller one saves.
+    # From the second micro-batch on all gradients are alive, which can outweigh the savings of a smaller one.
     assert four <= one + 2 * gradients
 
 
-def test_calibration_finds_a_machine_that_is_slower_than_its_pieces():
+def test_calibration_detects_a_machine_slower_than_the_sum_of_parts():
     profile = drawn(3)
     generator = np.random.default_rng(0)
     plans = [profile.space.sample(generator) for _ in range(40)]
@@ -100,12 +100,12 @@ def test_calibration_finds_a_machine_that_is_slower_than_its_pieces():
     assert fitted.calibration.error_frac < 0.03
 
 
-def test_calibration_with_nothing_changes_nothing():
+def test_calibration_without_measurements_changes_nothing():
     profile = drawn(3)
     assert calibrated(profile, []) == profile
 
 
-def test_a_held_boundary_is_always_counted():
+def test_held_boundary_is_always_counted():
     profile = drawn(5)
     table = profile.table(1)
     held = tuple(dataclasses.replace(boundary, held=True) for boundary in table.boundaries)

@@ -1,4 +1,4 @@
-"""The one assembly of profiles: what a sparse record of steps yields beside a complete one."""
+"""Tests of assembling profiles: results of a sparse record compared with a complete one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autotune.profiling.step_record import StepRecord, TracedStep
 
 @pytest.fixture(scope="module", params=[gpt_job, convolution_job], ids=["gpt", "convolution"])
 def recorded(request: pytest.FixtureRequest) -> tuple[StepRecord, PlanSpace]:
-    """Return the record of a lean profile, without 16-bit borders, which no live run has."""
+    """Return the record of a lean profile without 16-bit borders, which live runs do not have."""
     found: list[tuple[StepRecord, PlanSpace]] = []
 
     def noted(record: StepRecord, space: PlanSpace) -> Profile:
@@ -34,7 +34,9 @@ def recorded(request: pytest.FixtureRequest) -> tuple[StepRecord, PlanSpace]:
     return replace(record, steps=[steps for steps in record.steps if steps.borders is None]), space
 
 
-def test_steps_of_all_choices_cost_the_same_in_a_sparse_record(recorded: tuple[StepRecord, PlanSpace]) -> None:
+def test_sparse_record_gives_the_memory_and_update_costs_of_a_complete_one(
+    recorded: tuple[StepRecord, PlanSpace],
+) -> None:
     record, space = recorded
     complete, sparse = assemble(record, space), assemble(replace(record, is_sparse=True), space)
     for one, other in zip(complete.tables, sparse.tables, strict=True):
@@ -49,7 +51,7 @@ def test_steps_of_all_choices_cost_the_same_in_a_sparse_record(recorded: tuple[S
         assert one.update_peak_bytes == other.update_peak_bytes
 
 
-def test_a_run_that_only_recomputed_bounds_the_memory_of_saving_from_above(
+def test_recompute_only_record_gives_upper_bounds_for_saving(
     recorded: tuple[StepRecord, PlanSpace],
 ) -> None:
     record, space = recorded

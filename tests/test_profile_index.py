@@ -1,4 +1,4 @@
-"""A cached profile is found again without loading the job, and never after anything changed."""
+"""Tests of the index of cached profiles: found without loading the job, and never after a change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TINY = Path(__file__).parent / "tiny_job.py"
 
 @pytest.fixture
 def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
-    """Return a job's reference and the folder in which its profile is remembered."""
+    """Return a job's reference and the folder of its cached profile."""
     from autotune.profiling.profile_cache import cached_profile
 
     monkeypatch.chdir(tmp_path)
@@ -35,7 +35,7 @@ def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path
     return reference, tmp_path / "runs"
 
 
-def test_an_unchanged_job_is_found_and_a_changed_one_is_not(profiled: tuple[str, Path]) -> None:
+def test_unchanged_job_is_found_and_a_changed_one_is_not(profiled: tuple[str, Path]) -> None:
     reference, runs = profiled
     found = indexed_profile(reference, runs)
     assert found is not None
@@ -45,27 +45,29 @@ def test_an_unchanged_job_is_found_and_a_changed_one_is_not(profiled: tuple[str,
     assert indexed_profile(reference, runs) is None
 
 
-def test_another_environment_is_not_the_same(profiled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_entry_of_another_environment_is_ignored(
+    profiled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference, runs = profiled
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert indexed_profile(reference, runs) is None
 
 
-def test_a_reference_is_relative_to_its_folder(profiled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_reference_depends_on_its_folder(profiled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     reference, runs = profiled
     monkeypatch.chdir(runs)
     assert indexed_profile(reference, runs) is None
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"x": 1}', "null"])
-def test_a_damaged_index_is_no_index(profiled: tuple[str, Path], damage: str) -> None:
+def test_damaged_index_is_ignored(profiled: tuple[str, Path], damage: str) -> None:
     reference, runs = profiled
     (runs / "profiles" / "index.json").write_text(damage)
     assert indexed_profile(reference, runs) is None
     assert indexed_profile(reference, runs / "nowhere") is None
 
 
-def test_the_command_shows_a_remembered_profile_without_torch(
+def test_command_shows_a_cached_profile_without_importing_torch(
     profiled: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     reference, runs = profiled
@@ -75,7 +77,7 @@ from autotune.cli.main import run
 assert run(["profile", {reference!r}, "--runs-dir", {str(runs)!r}, "--json"]) == 0
 assert "torch" not in sys.modules, "torch was imported"
 """
-    # Modules of the tests were loaded when the profile was remembered: they are looked for there, too.
+    # Test modules were loaded when the profile was cached, so the index also looks for them there.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd(), env=environment
@@ -86,14 +88,14 @@ assert "torch" not in sys.modules, "torch was imported"
     assert "From the cache" in capsys.readouterr().out
 
 
-def test_the_files_of_this_package_and_of_installed_ones_are_not_the_jobs() -> None:
+def test_files_of_this_and_of_installed_packages_are_not_part_of_the_job() -> None:
     sources = profile_index._sources()
     assert not any("site-packages" in str(path) for path in sources)
     assert Path(profile_index.__file__) not in sources
     assert Path(__file__) in sources
 
 
-def test_no_file_that_an_index_names_is_read_unless_a_job_may_be_made_of_it(profiled: tuple[str, Path]) -> None:
+def test_index_files_are_read_only_if_a_job_may_consist_of_them(profiled: tuple[str, Path]) -> None:
     reference, runs = profiled
     index = runs / "profiles" / "index.json"
     known = json.loads(index.read_text())

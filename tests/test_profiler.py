@@ -1,4 +1,4 @@
-"""The profiler on real models: what it predicts of plans that it has not seen is what the engine then measures."""
+"""Tests of the profiler on real models: predictions of unseen plans match engine measurements."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def memory_errors(job: Job, found: Profile, plans: int = 8) -> np.ndarray:
 
 
 class Recurrent(nn.Module):
-    """Stack recurrent layers whose state passes through a tuple."""
+    """A stack of recurrent layers whose state passes through a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Recurrent(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Add an early activation to a late one, as U-shaped networks do."""
+    """A model that adds an early activation to a late one, as U-shaped networks do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Skipping(nn.Module):
 
 
 class Shared(nn.Module):
-    """Run the same blocks twice."""
+    """A model that runs the same blocks twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,20 +111,20 @@ def job_of(model: type[nn.Module], *shape: int) -> Job:
         (gpt_job(), 0.02),
         (convolution_job(), 0.02),
         (job_of(Recurrent, 12, 16), 0.02),
-        # A skip's tensor is counted until the step's backward pass has passed its first user.
+        # A skip tensor is counted until the backward pass has passed its first user.
         (job_of(Skipping, 32), 0.05),
         (job_of(Shared, 32), 0.02),
     ],
     ids=["gpt", "batch norm", "lstm", "skip", "twice"],
 )
-def test_the_peak_of_unseen_plans_is_predicted_and_never_too_low(job: Job, largest: float):
+def test_peak_of_unseen_plans_is_predicted_and_never_too_low(job: Job, largest: float):
     errors = memory_errors(job, profiled(job))
     assert errors.min() >= -0.005
     assert np.median(np.abs(errors)) <= largest
     assert errors.max() <= 4 * largest
 
 
-def test_predictions_of_time_are_those_of_whole_steps_and_cover_every_choice():
+def test_predicted_times_match_whole_steps_and_cover_every_choice():
     found = profiled(gpt_job())
     for table in found.tables:
         assert table.update_s > 0
@@ -138,7 +138,7 @@ def test_predictions_of_time_are_those_of_whole_steps_and_cover_every_choice():
     assert checked.memory_underprediction_max <= 0.005
 
 
-def test_units_that_are_called_only_sometimes_are_left_out_with_a_warning():
+def test_units_called_only_sometimes_are_left_out_with_a_warning():
     class Moody(Shared):
         calls = 0
 
@@ -157,12 +157,12 @@ def test_units_that_are_called_only_sometimes_are_left_out_with_a_warning():
     names = {unit.name for unit in TorchEngine(job).space.units}
     assert names - {unit.name for unit in found.units} == {"blocks.1"}
     assert "blocks.1" in found.warnings[0]
-    # Its plans can be applied all the same.
+    # Its plans can still be applied.
     TorchEngine(job).apply(found.space.leanest())
 
 
 class Sleepy(Shared):
-    """Take some milliseconds a unit, and four times as many in steps during which others use the machine."""
+    """A model that takes some milliseconds per unit, and four times as long in steps on a busy machine."""
 
     steps = 0
     busy = range(0)
@@ -196,7 +196,7 @@ def sleepy(busy: range) -> Profile:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("busy", [range(6, 10), range(6, 10**9)], ids=["for a while", "from then on"])
-def test_a_lean_profile_is_timed_once_more_if_the_machine_was_busy_for_some_of_it(busy: range):
+def test_lean_profile_is_timed_again_if_the_machine_was_busy_for_part_of_it(busy: range):
     quiet, disturbed = sleepy(range(0)), sleepy(busy)
     assert quiet.steps < disturbed.steps
     assert not disturbed.warnings
@@ -206,20 +206,20 @@ def test_a_lean_profile_is_timed_once_more_if_the_machine_was_busy_for_some_of_i
         for recomputed in ((), quiet.space.recomputable)
     ]
     ratios = [seconds_per_step(disturbed, plan) / seconds_per_step(quiet, plan) for plan in plans]
-    # One plan against another: a machine that stays busy is slower under all.
+    # Plans are compared with each other, because a machine that stays busy is slower under all of them.
     assert max(ratios) / min(ratios) < 1.5
     assert busy.stop > quiet.steps or max(ratios) < 1.5
 
 
 @pytest.mark.slow
-def test_a_lean_profile_whose_times_never_agree_says_so():
-    # Busy whenever a plan that recomputes runs, in both passes.
+def test_lean_profile_with_inconsistent_times_warns():
+    # The machine is busy whenever a recomputing plan runs, in both rounds.
     disturbed = sleepy(range(10, 22))
     assert "times that should agree differ by a factor of" in disturbed.warnings[-1]
 
 
 @pytest.mark.parametrize("batching", ["fixed", "adaptive"])
-def test_a_k_between_two_that_were_profiled_is_predicted_as_exactly_as_they_are(batching: str):
+def test_interpolated_k_is_predicted_as_exactly_as_profiled_k(batching: str):
     job = dataclasses.replace(gpt_job(), batching=batching, accumulation_choices=(1, 2, 3, 4))
     found = profile(job, device_name="here", fingerprint="x", options=ProfilerOptions.lean())
     assert "k = 2, 3 is interpolated from k = 1, 4" in found.warnings
@@ -234,7 +234,7 @@ def test_a_k_between_two_that_were_profiled_is_predicted_as_exactly_as_they_are(
             plan = plan.changed(precision=dict.fromkeys(plan.precision, found.space.lowest_precision))
         engine.apply(plan)
         share = peak_bytes(found, plan) / engine.run(1).peak_bytes
-        # Three micro-batches of four samples are not alike, and taken to be as large as the first.
+        # Three micro-batches of four samples have different sizes, and all are assumed as large as the first.
         assert 0.995 <= share <= (1.15 if batching == "fixed" and plan.accumulation_steps == 3 else 1.005), plan
 
 
@@ -258,7 +258,7 @@ def test_probes_that_run_out_of_memory_become_bounds(lean: bool):
     assert peak_bytes(found, baseline) == pytest.approx(peak_bytes(truth, baseline), rel=0.05)
 
 
-def test_a_profile_is_measured_once_and_again_when_the_job_changes(tmp_path: Path):
+def test_profile_is_cached_until_the_job_changes(tmp_path: Path):
     job = perceptron_job()
     first, path, cached = cached_profile(job, tmp_path, options=QUICK)
     assert not cached
@@ -277,36 +277,36 @@ def test_a_profile_is_measured_once_and_again_when_the_job_changes(tmp_path: Pat
     assert not cached
 
 
-def test_a_lean_profile_takes_fewer_steps_and_never_stands_in_for_a_full_one(tmp_path: Path):
+def test_lean_profile_takes_fewer_steps_and_never_replaces_a_full_one(tmp_path: Path):
     job = perceptron_job()
     lean, path, _ = cached_profile(job, tmp_path, options=ProfilerOptions.lean())
     full, elsewhere, cached = cached_profile(job, tmp_path, options=ProfilerOptions(seconds=0.1))
     assert not cached
     assert elsewhere != path
     assert lean.steps < 0.4 * full.steps
-    # Memory is traced in either, and the same.
+    # Both kinds of profile trace the same memory.
     for plan in (lean.space.baseline(), lean.space.leanest()):
         assert peak_bytes(lean, plan) == peak_bytes(full, plan)
-    # Once there is a full one it serves both.
+    # Once there is a full profile, it serves both.
     assert cached_profile(job, tmp_path, options=ProfilerOptions.lean()) == (full, elsewhere, True)
     elsewhere.unlink()
     assert cached_profile(job, tmp_path, options=ProfilerOptions.lean()) == (lean, path, True)
     assert find_profile(job, tmp_path) == lean
 
 
-def test_a_profile_of_another_version_says_whose_it_is(tmp_path: Path):
+def test_profile_of_another_version_names_its_origin(tmp_path: Path):
     path = tmp_path / "profile.json"
     write_json(path, {**profiled(perceptron_job()).to_json(), "version": 99})
     with pytest.raises(ProfileError, match=r"version is 99, made for job 'perceptron' on 'here'"):
         read_profile(path)
 
 
-def test_the_key_of_a_profile_depends_on_the_model_and_not_on_the_weights():
+def test_profile_key_depends_on_the_model_and_not_on_the_weights():
     assert profile_key(gpt_job(), "a") == profile_key(gpt_job(), "a")
     assert profile_key(gpt_job(), "a") != profile_key(gpt_job(), "b")
 
 
-def test_a_profile_leaves_nothing_alive() -> None:
+def test_profiling_leaves_nothing_alive() -> None:
     made: list[weakref.ref[nn.Module]] = []
 
     def model() -> nn.Module:
@@ -325,8 +325,8 @@ def test_a_profile_leaves_nothing_alive() -> None:
     assert not [one for one in made if one() is not None]
 
 
-def test_an_update_never_takes_less_than_nothing() -> None:
+def test_update_time_is_never_negative() -> None:
     seconds = {("forward", 0): 0.25, ("backward", 1): 0.5, ("update", -1): 9.0}
     assert rest_of(1.0, seconds) == 0.25
-    # What a device's events and the host's clock say may differ a little.
+    # Device events and the host's clock may differ slightly.
     assert rest_of(0.7, seconds) == 0.0

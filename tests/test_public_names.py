@@ -1,3 +1,5 @@
+"""Tests of the list of public names."""
+
 import pkgutil
 
 import pytest
@@ -11,13 +13,13 @@ def test_every_public_name_exists_and_the_list_is_sorted() -> None:
         assert getattr(autotune, name) is not None
 
 
-def test_nothing_public_is_left_out_of_the_list() -> None:
+def test_public_list_is_complete() -> None:
     modules = {module.name for module in pkgutil.iter_modules(autotune.__path__)}
     helpers = {"annotations", "Any", "TYPE_CHECKING", "importlib", "register_with_gymnasium"}
     public = {name for name in vars(autotune) if not name.startswith("_")}
     assert public - modules - helpers <= set(autotune.__all__)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         autotune.nothing_of_that_name  # noqa: B018

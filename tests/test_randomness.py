@@ -1,4 +1,4 @@
-"""Randomness: every generator that training draws from can be kept and put back."""
+"""Tests of random state: every generator that training draws from can be saved and restored."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
 
 
-def test_a_restored_state_repeats_every_draw():
+def test_restored_state_repeats_every_draw():
     state = randomness.capture()
     first = [draw() for _ in range(3)]
     randomness.restore(state)
     assert [draw() for _ in range(3)] == first
 
 
-def test_a_captured_state_is_not_changed_by_later_draws():
+def test_captured_state_is_not_changed_by_later_draws():
     state = randomness.capture()
     first = draw()
     for _ in range(2):
@@ -32,7 +32,7 @@ def test_a_captured_state_is_not_changed_by_later_draws():
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**40])
-def test_a_seed_settles_every_generator(seed):
+def test_seed_sets_every_generator(seed):
     with randomness.isolated():
         randomness.seed_all(seed)
         first = draw()
@@ -43,7 +43,7 @@ def test_a_seed_settles_every_generator(seed):
         assert all(other != one for other, one in zip(draw(), first, strict=True))
 
 
-def test_a_body_in_isolation_leaves_the_generators_as_they_were_even_if_it_raises():
+def test_isolated_body_leaves_the_generators_unchanged_even_if_it_raises():
     before = global_generators()
     with randomness.isolated():
         draw()

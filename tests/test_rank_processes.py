@@ -1,4 +1,4 @@
-"""Ranks of this package: they meet on the loopback interface alone, end together, and the first failure is told."""
+"""Tests of rank processes: they connect over loopback only, end together and report the first failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEARCHED = os.pathsep.join([str(TESTS.parent), str(TESTS)])
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Mark what a test starts, and see that nothing of it is left."""
+    """Mark the processes that a test starts, and check that none is left."""
     monkeypatch.setenv(MARK, tmp_path.name)
     monkeypatch.setenv("PYTHONPATH", SEARCHED)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -36,7 +36,7 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_ranks_meet_on_the_loopback_interface_alone(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_connect_only_over_loopback(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done: list[float] = []
     found = run_on_ranks("gloo_rank", {}, ranks=ranks, on_progress=done.append)
@@ -54,33 +54,33 @@ def test_ranks_meet_on_the_loopback_interface_alone(ranks: int, monkeypatch: pyt
         ("kill", "crashed: rank 2: ended by SIGKILL"),
     ],
 )
-def test_the_rank_that_failed_first_is_named_though_the_others_fail_because_of_it(how: str, said: str) -> None:
+def test_rank_that_failed_first_is_named_although_others_fail_in_consequence(how: str, said: str) -> None:
     with pytest.raises(RanksError, match="3 ranks end with ") as caught:
         run_on_ranks("gloo_rank", {"rank": 2, "how": how}, ranks=3)
     assert said in str(caught.value)
     assert (caught.value.failure, caught.value.tried) == (Failure.CRASHED, "to add")
 
 
-def test_what_any_rank_refuses_is_refused_in_its_words() -> None:
+def test_refusal_by_any_rank_is_reported_in_its_words() -> None:
     with pytest.raises(JobError, match=r"job 'x': a batch has 1 sample \(allowed: 2 or more\)"):
         run_on_ranks("gloo_rank", {"rank": 1, "how": "refuse"}, ranks=2)
 
 
 @pytest.mark.slow
-def test_ranks_without_news_are_ended() -> None:
+def test_unresponsive_ranks_are_ended() -> None:
     with pytest.raises(RanksError, match="2 ranks reported nothing for 8 s") as caught:
         run_on_ranks("gloo_rank", {"rank": 1, "how": "hang"}, ranks=2, patience_s=8.0)
     assert caught.value.failure is Failure.TIMEOUT
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_their_asker_however_it_ends(how: signal.Signals, mark: str) -> None:
+def test_ranks_end_with_their_parent_process_however_it_ends(how: signal.Signals, mark: str) -> None:
     code = (
         "from autotune.engines.rank_processes import run_on_ranks; "
         "run_on_ranks('gloo_rank', {'rank': 1, 'how': 'hang'}, ranks=2)"
     )
     asker = subprocess.Popen([sys.executable, "-P", "-c", code], start_new_session=True)
-    # The asker, the supervisor and two ranks, which have met: the store and two devices of gloo's.
+    # The parent, the supervisor and two connected ranks, which listen on the store and two gloo devices.
     wait_until(lambda: len(processes(mark)) == 4 and len(listening(descendants(asker.pid))) == 1, "the ranks never met")
     asker.send_signal(how)
     asker.wait()

@@ -1,4 +1,4 @@
-"""The README is true: its Python blocks run in order, and its commands exist."""
+"""Tests of README.md: its Python blocks run in order, and its commands exist."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
 
 
 @pytest.mark.slow
-def test_the_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = [code for language, code in BLOCKS if language == "python"]
     assert len(blocks) >= 3
@@ -23,7 +23,7 @@ def test_the_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.Monk
     assert names["found"]["measured"]["peak_bytes"] <= names["found"]["measured"]["memory_budget_bytes"]
 
 
-def test_every_command_that_is_shown_exists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_in_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
     shown = re.findall(
         r"^autotune (\w+)((?: --[\w-]+| [^\s-]\S*)*)", "\n".join(c for _, c in BLOCKS), flags=re.MULTILINE
     )
@@ -35,7 +35,7 @@ def test_every_command_that_is_shown_exists(capsys: pytest.CaptureFixture[str]) 
             assert option in known
 
 
-def test_every_file_that_is_named_exists() -> None:
+def test_files_named_in_the_readme_exist() -> None:
     root = Path(__file__).parent.parent
     for name in re.findall(r"\]\(((?!http)[^)]+)\)", README):
         assert (root / name).exists(), name

@@ -1,4 +1,4 @@
-"""A recipe: what the shipped policy is trained by, and one line for whatever is not one."""
+"""Tests of recipes: the settings that the shipped policy is trained with, and errors of one line."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SHIPPED = Path(__file__).parent.parent / "policies" / "ppo.toml"
 PARTS = {"ppo": LeverRecipe, "jobs": JobsRecipe, "strengths": Strengths, "planner": PlannerSettings}
 
 
-def test_the_shipped_recipe_reads_and_says_what_it_says() -> None:
+def test_shipped_recipe_has_the_documented_values() -> None:
     recipe, document = read_recipe(SHIPPED), tomllib.loads(SHIPPED.read_text())
     assert list(recipe.seeds) == document["seeds"]
     for name in PARTS:
         for key, value in document[name].items():
             assert getattr(getattr(recipe, name), key) == value
-    # What moves is declared in full: nothing is left to a default that a later version may change.
+    # Changing conditions are declared in full, so that no default of a later version affects them.
     assert set(document["strengths"]) == {item.name for item in dataclasses.fields(Strengths)}
 
 
-def test_what_a_recipe_leaves_out_has_a_default_and_an_empty_one_is_all_defaults(tmp_path: Path) -> None:
+def test_omitted_recipe_values_have_defaults(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text("version = 1\n")
     assert read_recipe(path) == Recipe()
@@ -40,7 +40,7 @@ def test_what_a_recipe_leaves_out_has_a_default_and_an_empty_one_is_all_defaults
     assert type(found.ppo.learning_rate) is float
 
 
-def test_a_recipe_survives_json() -> None:
+def test_recipe_round_trips_through_json() -> None:
     for recipe in (Recipe(), read_recipe(SHIPPED)):
         again = recipe_of(json.loads(json.dumps(recipe.to_json(), allow_nan=False)))
         assert again == recipe
@@ -52,14 +52,14 @@ def names_of(part: object) -> list[str]:
 
 
 def moved(value: float) -> float:
-    """Return another value that is allowed wherever the first is."""
+    """Return another value that is valid wherever the first is."""
     other = value + 4 if isinstance(value, int) else 0.8 * value + 0.013
     assert other != value
     return other
 
 
 @pytest.mark.parametrize("name", names_of(Strengths))
-def test_the_hashes_change_with_any_strength(name: str) -> None:
+def test_hashes_change_with_any_strength(name: str) -> None:
     recipe = read_recipe(SHIPPED)
     other = moved(getattr(recipe.strengths, name))
     changed = dataclasses.replace(recipe, strengths=dataclasses.replace(recipe.strengths, **{name: other}))
@@ -68,7 +68,7 @@ def test_the_hashes_change_with_any_strength(name: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["ppo", "jobs", "planner"])
-def test_the_hash_of_a_recipe_changes_with_all_else_and_that_of_strengths_does_not(part: str) -> None:
+def test_recipe_hash_changes_with_other_values_and_the_hash_of_strengths_does_not(part: str) -> None:
     recipe = Recipe(ppo=LeverRecipe(lanes=4, clones=2))
     seen = {recipe.sha256}
     for name in names_of(PARTS[part]):
@@ -158,7 +158,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_recipe_is_one_line_exit_2_and_nothing_written(
+def test_invalid_recipe_is_one_line_exit_code_2_and_no_files(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, expected = BAD[case]
@@ -172,7 +172,7 @@ def test_what_is_no_recipe_is_one_line_exit_2_and_nothing_written(
     assert expected in str(raised.value)
     assert run(["train", "--recipe", str(path), "--runs-dir", "runs"]) == 2
     captured = capsys.readouterr()
-    # The command line looks at what stands at a path before anything reads it.
+    # The command line checks the kind of file at a path before reading it.
     refused_early = f"autotune: --recipe {path}: is neither a file nor a folder (allowed: a file or a folder)"
     assert captured.err.strip() in (f"autotune: {raised.value}", refused_early)
     assert str(raised.value).isprintable()
@@ -188,7 +188,7 @@ def test_recipe_and_resume_cannot_be_combined(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("strengths", [Strengths(), read_recipe(SHIPPED).strengths])
-def test_the_bounds_leave_room_for_every_strength_alone(strengths: Strengths) -> None:
+def test_every_single_strength_is_within_the_bounds(strengths: Strengths) -> None:
     for item in dataclasses.fields(Strengths):
         document = {"version": 1, "strengths": {item.name: getattr(strengths, item.name)}}
         assert getattr(recipe_of(document).strengths, item.name) == getattr(strengths, item.name)

@@ -1,4 +1,4 @@
-"""Searching for a recipe: short trainings, the recipe's own values first, interruptions that cost only time."""
+"""Tests of searching for a recipe: short trainings, the recipe's own values first, and resumption."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ PARAMETERS = set(PPO_SPACE)
 
 
 class Here:
-    """A training that ended before anybody could look."""
+    """A training process that has already ended."""
 
     def __init__(self, exitcode: int) -> None:
         self.exitcode = exitcode
@@ -87,13 +87,13 @@ class Here:
 
 
 def train_here(recipe: Recipe, files: SeedFiles) -> Here:
-    """Train in this process: a process of its own takes seconds to start."""
+    """Train in this process, because a separate process takes seconds to start."""
     train_seed(recipe.to_json(), files.seed, str(files.folder), os.getppid())
     return Here(0)
 
 
 def pretend(recipe: Recipe, files: SeedFiles) -> Here:
-    """Leave what a training would leave, at once: a narrower clip gains more."""
+    """Write the files of a training at once; a narrower clip range gains more."""
     job, features = np.arange(VALIDATION_LANES) % recipe.jobs.validation, np.zeros(len(RUN_FEATURES))
     won = np.where(job == 0, 1.0, 1.5) - recipe.ppo.clip
     weights = save(LeverNetwork(recipe.ppo.width).state_dict())
@@ -103,7 +103,7 @@ def pretend(recipe: Recipe, files: SeedFiles) -> Here:
 
 
 class Untracked:
-    """Note what is logged, and log it nowhere."""
+    """A tracker that records logged values without sending them."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -142,7 +142,7 @@ def told(run_folder: Path) -> list[optuna.trial.FrozenTrial]:
 
 
 class Searched:
-    """A finished search: a trial as a user begins it, and another when it is taken up."""
+    """A finished search: one trial as a user begins it, and another after resuming."""
 
     def __init__(self, runs: Path) -> None:
         self.runs, self.told = runs, Told()
@@ -162,7 +162,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Searched:
     return Searched(tmp_path_factory.mktemp("runs"))
 
 
-def test_the_recipes_own_values_are_tried_first_and_every_trial_is_a_short_training(found: Searched) -> None:
+def test_recipe_values_are_tried_first_and_every_trial_is_a_short_training(found: Searched) -> None:
     trials = told(found.run)
     assert [trial.number for trial in trials] == [0, 1]
     assert trials[0].params == own_values(found.recipe.ppo)
@@ -173,11 +173,11 @@ def test_the_recipes_own_values_are_tried_first_and_every_trial_is_a_short_train
         files = SeedFiles(folder=found.run / "trials" / f"{trial.number:04d}", seed=4)
         rows = [json.loads(row) for row in files.progress.read_text().splitlines()]
         assert [row["decisions"] for row in rows] == [16, 32]
-        # The figure that picks the best seed of a full training.
+        # The value that selects the best seed of a full training.
         assert trial.value == pytest.approx(np.mean(json.loads(files.result.read_text())["won_percent"]))
 
 
-def test_the_best_recipe_is_complete_reads_and_has_the_best_trials_values(found: Searched) -> None:
+def test_best_recipe_is_complete_and_has_the_values_of_the_best_trial(found: Searched) -> None:
     best = max(told(found.run), key=lambda trial: trial.value or 0.0)
     assert found.document["best"] == best.number
     recipe = read_recipe(found.run / "recipe.toml")
@@ -187,7 +187,7 @@ def test_the_best_recipe_is_complete_reads_and_has_the_best_trials_values(found:
     assert (recipe.seeds, recipe.ppo.decisions) == ((4, 9), 160)
 
 
-def test_the_document_ranks_the_trials(found: Searched) -> None:
+def test_document_ranks_the_trials(found: Searched) -> None:
     document = found.document
     assert json.loads((found.run / "searched.json").read_text()) == document
     gains = [row["gain_percent"] for row in document["trials"]]
@@ -203,7 +203,7 @@ def test_the_document_ranks_the_trials(found: Searched) -> None:
     assert found.told.done == sorted(found.told.done)
 
 
-def test_mlflow_has_a_run_per_trial_with_its_values_and_its_gain(found: Searched) -> None:
+def test_mlflow_has_a_run_per_trial_with_its_values_and_gain(found: Searched) -> None:
     logged = {run.info.run_name: run for run in runs_in(tracking_uri(found.runs))}
     assert set(logged) == {"train search", "taken up", "trial 0", "trial 1"}
     for trial in told(found.run):
@@ -218,9 +218,7 @@ def test_mlflow_has_a_run_per_trial_with_its_values_and_its_gain(found: Searched
     assert {"recipe.toml", "searched.json"} <= names
 
 
-def test_a_search_that_is_done_is_taken_up_without_training_again(
-    found: Searched, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_search_is_resumed_without_training_again(found: Searched, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in (found.run / "trials").rglob("*")}
     assert run(["train", "--search", "2", "--resume", str(found.run), "--json"]) == 0
     captured = capsys.readouterr()
@@ -237,11 +235,11 @@ def test_a_search_that_is_done_is_taken_up_without_training_again(
 
 
 class Stopped(KeyboardInterrupt):
-    """Interrupt, as the user's Ctrl-C does."""
+    """An interrupt, as by the user's Ctrl-C."""
 
 
 def stopping_at(trial: int, begin: Callable, *, after_training: bool) -> Callable:
-    """Return what trains until a trial, and is interrupted there."""
+    """Return a training function that is interrupted at a given trial."""
 
     def begin_or_stop(recipe: Recipe, files: SeedFiles) -> Here:
         if files.folder.name == f"{trial:04d}":
@@ -268,22 +266,22 @@ def assert_ends_as_one_that_was_not_stopped(
 
     tracker = Untracked()
     document = searched(run_folder, trials, noted, tracker=tracker)
-    # What was trained and not told of is told of, not trained again.
+    # A trained trial that was not recorded is recorded, not trained again.
     assert trained == [f"{number:04d}" for number in range(trial + after_training, trials)]
     assert document["trials"] == whole["trials"]
     assert (document["best"], document["ahead_of_own"]) == (whole["best"], whole["ahead_of_own"])
     assert tracker.begun == [f"trial {number}" for number in range(trials)]
 
 
-def test_a_search_that_was_stopped_in_a_trial_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_search_stopped_during_a_trial_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     assert_ends_as_one_that_was_not_stopped(tmp_path, train_here, 2, 1, after_training=False)
 
 
-def test_a_search_that_was_stopped_before_a_trial_was_told_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_search_stopped_before_recording_a_trial_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     assert_ends_as_one_that_was_not_stopped(tmp_path, pretend, 2, 0, after_training=True)
 
 
-def test_a_search_goes_on_with_more_trials_and_not_with_fewer(tmp_path: Path) -> None:
+def test_search_can_be_extended_but_not_shortened(tmp_path: Path) -> None:
     run_folder = folder_of(tmp_path / "run")
     searched(run_folder, 2)
     before = sorted(tmp_path.rglob("*"))
@@ -293,7 +291,7 @@ def test_a_search_goes_on_with_more_trials_and_not_with_fewer(tmp_path: Path) ->
     assert {row["number"] for row in searched(run_folder, 3)["trials"]} == {0, 1, 2}
 
 
-def test_own_values_that_a_kill_lost_while_they_were_proposed_are_proposed_again(tmp_path: Path) -> None:
+def test_recipe_values_lost_by_a_kill_are_proposed_again(tmp_path: Path) -> None:
     own = own_values(TINY.ppo)
     study = RecipeStudy(space_around(TINY.ppo), tmp_path, 0, own)
     trial = study._study.ask()
@@ -307,7 +305,7 @@ def test_own_values_that_a_kill_lost_while_they_were_proposed_are_proposed_again
 
 
 @pytest.mark.slow
-def test_a_search_whose_process_was_killed_is_taken_up(tmp_path: Path) -> None:
+def test_killed_search_is_resumed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "autotune.cli.main", "train", "--search", "2", "--processes", "1"]
     paths = ["--recipe", str(recipe_file(tmp_path, RECIPE)), "--runs-dir", str(tmp_path / "runs")]
     process = subprocess.Popen(
@@ -328,7 +326,7 @@ def test_a_search_whose_process_was_killed_is_taken_up(tmp_path: Path) -> None:
     document = autotune.commands.train(TrainRequest(trials=2, resume=folder))
     assert sorted(row["number"] for row in document["trials"]) == [0, 1]
     rows = [row["decisions"] for row in RunDirectory(folder).lines("trials/0000/seed-4.jsonl")]
-    # Taken up where it was saved, not begun again.
+    # It resumes from its checkpoint instead of starting over.
     assert rows.count(16) == 1
     assert rows[-1] == 800
 
@@ -337,7 +335,7 @@ def test_a_search_whose_process_was_killed_is_taken_up(tmp_path: Path) -> None:
 
 
 def fails_on(*numbers: int, exitcode: int = 1) -> Callable:
-    """Return what trains, but for some trials that end with an exit code and without a result."""
+    """Return a training function that fails in some trials, with an exit code and without a result."""
 
     def begin(recipe: Recipe, files: SeedFiles) -> Here:
         return Here(exitcode) if int(files.folder.name) in numbers else pretend(recipe, files)
@@ -345,7 +343,7 @@ def fails_on(*numbers: int, exitcode: int = 1) -> Callable:
     return begin
 
 
-def test_a_trial_that_fails_is_told_as_failed_and_the_search_goes_on(tmp_path: Path) -> None:
+def test_failed_trial_is_recorded_and_the_search_continues(tmp_path: Path) -> None:
     tracker = Untracked()
     document = searched(folder_of(tmp_path), 3, fails_on(1), tracker=tracker)
     assert [row.state.name for row in told(tmp_path)] == ["COMPLETE", "FAIL", "COMPLETE"]
@@ -354,20 +352,20 @@ def test_a_trial_that_fails_is_told_as_failed_and_the_search_goes_on(tmp_path: P
     assert tracker.failed == ["trial 1"]
 
 
-def test_where_the_own_values_fail_nothing_is_said_to_be_ahead_of_them(tmp_path: Path) -> None:
+def test_no_trial_is_called_better_if_the_recipe_values_fail(tmp_path: Path) -> None:
     document = searched(folder_of(tmp_path), 2, fails_on(0))
     assert document["ahead_of_own"] is None
     assert not document["own_remains_best"]
     assert "with the recipe's own, training failed" in search_verdict(document)
 
 
-def test_a_search_whose_every_trial_fails_says_so(tmp_path: Path) -> None:
+def test_search_in_which_every_trial_fails_reports_it(tmp_path: Path) -> None:
     with pytest.raises(AutotuneError, match="all 1 trials failed"):
         searched(folder_of(tmp_path), 1, fails_on(0))
     assert not (tmp_path / "recipe.toml").exists()
 
 
-def test_a_trial_that_was_killed_says_how_to_take_the_search_up_and_can_be(tmp_path: Path) -> None:
+def test_killed_trial_says_how_to_resume_and_can_be_resumed(tmp_path: Path) -> None:
     run_folder = folder_of(tmp_path)
     with pytest.raises(AutotuneError, match=rf"trial 1 was killed \(exit code -9\).*--search 2 --resume {tmp_path}"):
         searched(run_folder, 2, fails_on(1, exitcode=-9))
@@ -390,7 +388,9 @@ NO_SEARCHES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", NO_SEARCHES)
-def test_what_holds_no_search_cannot_be_taken_up(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_a_search_cannot_be_resumed(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make, expected = NO_SEARCHES[what]
     make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -426,7 +426,7 @@ BAD: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_wrong_input_is_one_line_exit_2_and_nothing_written(
+def test_invalid_input_gives_one_line_exit_code_2_and_no_files(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -444,7 +444,7 @@ def test_wrong_input_is_one_line_exit_2_and_nothing_written(
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-def test_a_space_holds_the_recipes_own_values_wherever_they_lie() -> None:
+def test_search_space_contains_the_recipe_values_wherever_they_lie() -> None:
     assert space_around(LeverRecipe(batch=3072)) == PPO_SPACE
     ppo = LeverRecipe(learning_rate=0.1, entropy=1e-6, epochs=1, batch=8, width=16, clip=0.5, discount=1.0, trace=0.5)
     space = space_around(ppo)
@@ -459,12 +459,12 @@ def test_a_space_holds_the_recipes_own_values_wherever_they_lie() -> None:
         assert (place.log, place.whole) == (usual.log, usual.whole)
 
 
-def test_a_study_proposes_within_its_space_and_the_same_when_it_is_taken_up(tmp_path: Path) -> None:
+def test_study_proposes_within_its_space_and_identically_when_resumed(tmp_path: Path) -> None:
     names = ("learning_rate", "epochs", "batch", "clip")
     space = {name: space_around(TINY.ppo)[name] for name in names}
     own = {name: own_values(TINY.ppo)[name] for name in names}
     study = RecipeStudy(space, tmp_path, 3, own)
-    # Ten are drawn at random before TPE models anything.
+    # Ten trials are random before TPE starts modelling.
     for _ in range(12):
         proposal = study.ask()
         study.tell(proposal, -float(proposal.values["clip"]))
@@ -489,7 +489,7 @@ def test_a_study_proposes_within_its_space_and_the_same_when_it_is_taken_up(tmp_
                 assert type(value) is (int if place.whole else float)
 
 
-def test_a_recipe_survives_toml(tmp_path: Path) -> None:
+def test_recipe_round_trips_through_toml(tmp_path: Path) -> None:
     shipped = read_recipe(Path(__file__).parent.parent / "policies" / "ppo.toml")
     odd = with_values(TINY, {"learning_rate": 1.2345678901234567e-05, "discount": 0.1 + 0.2})
     for recipe in (Recipe(), shipped, odd):
@@ -498,7 +498,7 @@ def test_a_recipe_survives_toml(tmp_path: Path) -> None:
         assert again.sha256 == recipe.sha256
 
 
-def test_among_equals_the_own_values_are_the_best_and_failures_are_last() -> None:
+def test_recipe_values_win_ties_and_failures_are_ranked_last() -> None:
     def outcome(number: int, gain: float | None, own: bool = False) -> Outcome:
         return Outcome(proposal=Proposal(number=number, own=own, values={}), gain=gain)
 
@@ -506,7 +506,7 @@ def test_among_equals_the_own_values_are_the_best_and_failures_are_last() -> Non
     assert [one.proposal.number for one in ranked] == [2, 1, 3, 0]
 
 
-def test_a_trial_is_short_and_of_one_seed_and_the_share_is_at_least_one_decision(tmp_path: Path) -> None:
+def test_trial_is_short_uses_one_seed_and_trains_at_least_one_decision(tmp_path: Path) -> None:
     settings = SearchSettings(trials=1, decisions=8)
     with opened(TINY, settings, folder_of(tmp_path)) as search:
         assert isinstance(search, Search)
@@ -533,7 +533,7 @@ def document_of(best: int, low: float) -> dict:
     }
 
 
-def test_the_verdict_is_honest() -> None:
+def test_verdict_calls_only_clear_gains_better() -> None:
     assert "No other of 3 trials gained more: the recipe's own values remain the best" in search_verdict(
         document_of(0, 0.0)
     )
@@ -546,7 +546,7 @@ def test_the_verdict_is_honest() -> None:
         assert "autotune train --recipe somewhere/recipe.toml" in text
 
 
-def test_the_table_of_a_search_fits_80_columns() -> None:
+def test_table_of_a_search_fits_80_columns() -> None:
     document, shown = document_of(2, 0.0), io.StringIO()
     document["trials"][0]["values"] |= {"learning_rate": 0.000123456, "entropy": 0.000123456, "discount": 0.87654}
     document["trials"][1]["gain_percent"] = None

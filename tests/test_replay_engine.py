@@ -1,4 +1,4 @@
-"""Recorded windows of the reference jobs, replayed: searches and environments cannot tell them from a run."""
+"""Tests of replaying recorded windows: searches and environments behave as in a real run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_reference_job_has_a_recorded_trace() -> None:
     assert [path.stem for path in TRACES] == ["charlm-trials", "charlm_ragged-trials", "digits-trials"]
 
 
-def test_a_recorded_window_is_replayed_as_it_was(engine: ReplayEngine) -> None:
+def test_recorded_window_is_replayed_unchanged(engine: ReplayEngine) -> None:
     trace = engine._answers
     assert len(trace) > 10
     for plan, windows in trace.items():
@@ -37,7 +37,7 @@ def test_a_recorded_window_is_replayed_as_it_was(engine: ReplayEngine) -> None:
             assert (replayed.seconds_per_step, replayed.peak_bytes) == (window.seconds_per_step, window.peak_bytes)
 
 
-def test_windows_of_one_plan_come_in_turn_and_then_again(engine: ReplayEngine) -> None:
+def test_windows_of_one_plan_are_replayed_in_order_and_repeated(engine: ReplayEngine) -> None:
     plan, windows = max(engine._answers.items(), key=lambda item: len(item[1]))
     assert len(windows) > 1
     engine.apply(plan)
@@ -45,7 +45,7 @@ def test_windows_of_one_plan_come_in_turn_and_then_again(engine: ReplayEngine) -
     assert seen[: len(windows)] == seen[len(windows) :]
 
 
-def test_a_budget_of_now_holds_for_windows_of_then(engine: ReplayEngine) -> None:
+def test_current_budget_applies_to_recorded_windows(engine: ReplayEngine) -> None:
     peaks = sorted(windows[0].peak_bytes for windows in engine._answers.values())
     engine.memory_budget_bytes = peaks[len(peaks) // 2]
     failed = 0
@@ -58,7 +58,7 @@ def test_a_budget_of_now_holds_for_windows_of_then(engine: ReplayEngine) -> None
     assert 0 < failed < len(peaks)
 
 
-def test_a_plan_that_was_not_recorded_is_named(engine: ReplayEngine) -> None:
+def test_unrecorded_plan_is_named(engine: ReplayEngine) -> None:
     generator = np.random.default_rng(0)
     plan = next(p for p in (engine.space.sample(generator) for _ in range(1000)) if p not in engine._answers)
     engine.apply(plan)
@@ -66,7 +66,7 @@ def test_a_plan_that_was_not_recorded_is_named(engine: ReplayEngine) -> None:
         engine.run(3)
 
 
-def test_an_environment_steps_through_a_recorded_search(engine: ReplayEngine) -> None:
+def test_environment_steps_through_a_recorded_search(engine: ReplayEngine) -> None:
     env = TuningEnv(
         tiny_job.job(),
         lambda seed: ReplayEngine(engine.space, engine._answers),
@@ -94,7 +94,7 @@ def test_an_environment_steps_through_a_recorded_search(engine: ReplayEngine) ->
         ('{"plan": {"version": 9}, "measurement": {}}\n', "version is 9"),
     ],
 )
-def test_a_wrong_record_is_refused_by_the_line(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_record_is_rejected_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "trials.jsonl"
     path.write_text(text)
     with pytest.raises(InputError, match=message):

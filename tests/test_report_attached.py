@@ -1,4 +1,4 @@
-"""The report of an attached run says what its log holds, in one file that fetches nothing and that all can read."""
+"""Tests of the report of an attached run: one accessible file that matches the log and fetches nothing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def rewrite(folder: Path, events: list[dict[str, Any]]) -> Path:
 
 
 class Page(HTMLParser):
-    """Read a page strictly: every element is closed, and in its order."""
+    """A strict HTML parser: every element must be closed in the right order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def page(folder: Path) -> Page:
     return Page(page_of(read_attached(folder)))
 
 
-def test_nothing_is_fetched_and_nothing_runs(folder: Path, page: Page) -> None:
+def test_page_fetches_nothing_and_runs_no_script(folder: Path, page: Page) -> None:
     text = page_of(read_attached(folder))
     assert not re.search(r"(https?:)?//\w", text)
     assert "@import" not in text
@@ -117,13 +117,13 @@ def test_nothing_is_fetched_and_nothing_runs(folder: Path, page: Page) -> None:
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def test_every_figure_is_named_for_who_cannot_see_it(page: Page) -> None:
+def test_every_figure_has_a_text_alternative(page: Page) -> None:
     drawings = [one for one in page.all("svg") if one.get("aria-hidden") != "true"]
     assert len(drawings) == 6
     for one in drawings:
         assert one["role"] == "img"
         assert len(one["aria-label"] or "") > 30
-    # Each drawing has its title; so has each mark in it.
+    # Each drawing and each mark in it has a title.
     assert len(page.all("title")) > len(drawings)
     assert page.all("html")[0]["lang"] == "en"
     assert [tag for tag, _ in page.found if tag == "h1"] == ["h1"]
@@ -131,7 +131,7 @@ def test_every_figure_is_named_for_who_cannot_see_it(page: Page) -> None:
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
-def test_what_scrolls_can_be_reached_with_the_keyboard_and_has_a_name(page: Page) -> None:
+def test_scrollable_areas_are_named_and_reachable_by_keyboard(page: Page) -> None:
     scrolls = [one for one in page.all("div") if one.get("class") == "scroll"]
     assert len(scrolls) >= 4
     for one in scrolls:
@@ -147,7 +147,7 @@ def luminance(colour: str) -> float:
 
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_text_and_lines_stand_out_in_both_schemes(folder: Path, scheme: int) -> None:
+def test_text_and_lines_have_enough_contrast_in_both_color_schemes(folder: Path, scheme: int) -> None:
     text = page_of(read_attached(folder))
     blocks = re.findall(r":root \{([^}]*)\}", text)
     assert len(blocks) == 2
@@ -164,7 +164,7 @@ def test_text_and_lines_stand_out_in_both_schemes(folder: Path, scheme: int) -> 
         assert contrast(line, "page") >= 3, line
 
 
-def test_the_verdict_counts_what_the_log_holds(folder: Path) -> None:
+def test_verdict_counts_match_the_log(folder: Path) -> None:
     run, events = read_attached(folder), events_of(folder)
     counted = Counter(event["event"] for event in events)
     said = verdict(run)
@@ -179,7 +179,7 @@ def test_the_verdict_counts_what_the_log_holds(folder: Path) -> None:
     assert run.plan == autotune.Plan.from_json([e for e in events if e["event"] == "switched"][-1]["plan"])
 
 
-def test_the_page_holds_the_verdict_every_unit_and_how_to_repeat_the_run(folder: Path, page: Page) -> None:
+def test_page_contains_the_verdict_every_unit_and_how_to_repeat_the_run(folder: Path, page: Page) -> None:
     run = read_attached(folder)
     assert verdict(run) in page.text
     for unit in run.units:
@@ -203,13 +203,13 @@ def test_trips_and_refusals_are_shown_with_their_rules(tmp_path: Path) -> None:
     assert "no plan: 7" in text
 
 
-def test_a_run_that_was_only_observed_changed_nothing_and_says_so(tmp_path: Path) -> None:
+def test_observed_run_reports_that_it_changed_nothing(tmp_path: Path) -> None:
     run = read_attached(attach_and_train(tmp_path, "exact", 30, stage="observe"))
     assert verdict(run).startswith("Observed for 30 of 30 steps: nothing was changed")
     assert "your own plan: it was never replaced" in Page(page_of(run)).text
 
 
-def test_a_run_without_a_budget_or_a_decision_has_a_page_too(tmp_path: Path) -> None:
+def test_run_without_a_budget_or_a_decision_has_a_page(tmp_path: Path) -> None:
     run = read_attached(attach_and_train(tmp_path, "exact", 2, memory_budget_bytes=None))
     assert not run.decisions
     text = Page(page_of(run)).text
@@ -218,7 +218,7 @@ def test_a_run_without_a_budget_or_a_decision_has_a_page_too(tmp_path: Path) -> 
     assert "no budget" in text
 
 
-def test_the_log_of_a_killed_run_ends_where_it_breaks_off(copied: Path) -> None:
+def test_log_of_a_killed_run_ends_where_it_was_cut_off(copied: Path) -> None:
     rows = (copied / LOG_NAME).read_text().splitlines(keepends=True)
     (copied / LOG_NAME).write_text("".join(rows[:-3]) + rows[-3][:40])
     run = read_attached(copied)
@@ -227,7 +227,7 @@ def test_the_log_of_a_killed_run_ends_where_it_breaks_off(copied: Path) -> None:
     Page(page_of(run))
 
 
-def test_a_log_from_before_there_was_a_report_is_read_as_far_as_it_goes(copied: Path) -> None:
+def test_log_of_an_early_version_is_read_as_far_as_possible(copied: Path) -> None:
     new = ("recomputable", "total_steps", "environment", "memory_budget_bytes", "placed", "overhead_frac", "locks")
     old = [
         {k: v for k, v in event.items() if k not in new or (event["event"] == "attached" and k == "locks")}
@@ -256,9 +256,7 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_event_is_one_line_that_names_it(
-    damage: str, copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_event_is_named_in_one_line(damage: str, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = events_of(copied)
     place = next(number for number, event in enumerate(events) if event["event"] == "decision")
     DAMAGE[damage](events[place])
@@ -272,7 +270,7 @@ def test_a_damaged_event_is_one_line_that_names_it(
     assert not (copied / "report.html").exists()
 
 
-def test_what_is_no_attached_run_is_one_line_and_exit_code_2(
+def test_folder_that_is_not_an_attached_run_is_one_line_and_exit_code_2(
     copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "train"
@@ -300,7 +298,7 @@ def test_what_is_no_attached_run_is_one_line_and_exit_code_2(
         read_attached(other)
 
 
-def test_the_command_writes_the_page_where_it_is_told_and_prints_the_verdict(
+def test_command_writes_the_page_to_the_given_path_and_prints_the_verdict(
     copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(["report", str(copied)]) == 0
@@ -317,7 +315,7 @@ def test_the_command_writes_the_page_where_it_is_told_and_prints_the_verdict(
     assert "writable folder" in capsys.readouterr().err
 
 
-def test_the_page_of_a_very_long_run_of_a_very_deep_model_stays_small(folder: Path) -> None:
+def test_page_of_a_very_long_run_of_a_very_deep_model_stays_small(folder: Path) -> None:
     run = read_attached(folder)
     units = tuple(f"blocks.{number}" for number in range(500))
     decisions = tuple(replace(run.decisions[number % len(run.decisions)], step=50 * number) for number in range(20_000))
@@ -346,7 +344,7 @@ def test_text_is_escaped_and_markup_is_not() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.0, 14.84), (0.0, 3e-4), (0.0, 7.0), (0.0, 123456.0)])
-def test_ticks_are_round_within_and_a_handful(low: float, high: float) -> None:
+def test_axis_ticks_are_round_few_and_within_range(low: float, high: float) -> None:
     found = ticks(low, high, 5)
     assert 3 <= len(found) <= 8
     assert low <= found[0]
@@ -354,7 +352,7 @@ def test_ticks_are_round_within_and_a_handful(low: float, high: float) -> None:
     assert all(float(f"{value:.3g}") == pytest.approx(value) for value in found)
 
 
-def test_thinning_keeps_the_highest_and_the_lowest() -> None:
+def test_thinning_keeps_the_highest_and_the_lowest_value() -> None:
     points = [(float(x), 1.0) for x in range(10_000)]
     points[5000], points[7000] = (5000.0, 9.0), (7000.0, -9.0)
     kept = list(Layer(look="one", shape=Shape.STEPS, points=points).thinned())
@@ -363,7 +361,7 @@ def test_thinning_keeps_the_highest_and_the_lowest() -> None:
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)
 
 
-def test_a_peak_that_the_log_only_repeats_is_shown_once(copied: Path) -> None:
+def test_repeated_peak_is_shown_once(copied: Path) -> None:
     events = events_of(copied)
     decided = [event for event in events if event["event"] == "decision"]
     for number, event in enumerate(decided):

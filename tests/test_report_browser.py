@@ -1,4 +1,4 @@
-"""A person with any window finds what matters in a report: in headless Chromium, at two widths, light and dark."""
+"""Tests of reports in headless Chromium, at two widths, light and dark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autotune.report.svg import figure_of
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
 SIZES = [(400, False), (400, True), (1600, False), (1600, True)]
 
-# Text on other text, or outside its drawing, in what is shown of every figure.
+# Text that overlaps other text or lies outside its drawing, in the visible part of every figure.
 CLASHES = """
 (() => {
   const found = [];
@@ -39,7 +39,7 @@ CLASHES = """
   return found;
 })()
 """
-# Text whose colour does not stand out from what lies behind it.
+# Text with too little contrast to its background.
 FAINT = """
 (() => {
   const light = rgb => {
@@ -87,7 +87,7 @@ def report(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize(("width", "dark"), SIZES)
-def test_a_report_opens_from_the_disk_without_a_word_and_fits_the_window(
+def test_report_opens_from_disk_without_console_messages_and_fits_the_window(
     report: Path, width: int, dark: bool, browser: Chromium
 ) -> None:
     browser.open(report, width=width, dark=dark)
@@ -101,7 +101,7 @@ def test_a_report_opens_from_the_disk_without_a_word_and_fits_the_window(
 
 
 @pytest.mark.parametrize("width", [400, 1600])
-def test_values_of_any_width_keep_clear_of_other_text(tmp_path: Path, width: int, browser: Chromium) -> None:
+def test_values_of_any_width_do_not_overlap_other_text(tmp_path: Path, width: int, browser: Chromium) -> None:
     drawn = [
         Plot(
             title=f"From {low} to {high}",
@@ -124,7 +124,7 @@ def test_values_of_any_width_keep_clear_of_other_text(tmp_path: Path, width: int
 
 
 @pytest.mark.parametrize("width", [400, 1600])
-def test_verdict_plan_and_the_reason_for_one_layer_are_found_without_scrolling_twice(
+def test_verdict_plan_and_reason_for_one_layer_need_at_most_one_scroll(
     compared: Path,
     tuned: Path,
     width: int,
@@ -138,11 +138,11 @@ def test_verdict_plan_and_the_reason_for_one_layer_are_found_without_scrolling_t
             for what in (".verdict", ".units", ".units li:nth-child(3) .other")
         ]
         assert ends[0] <= height
-        # The second window's end: one scroll.
+        # The end of the second screen: one scroll.
         assert ends[2] <= 2 * height
 
 
-def test_a_list_that_scrolls_is_reached_with_the_keyboard(compared: Path, browser: Chromium) -> None:
+def test_scrollable_list_is_reachable_by_keyboard(compared: Path, browser: Chromium) -> None:
     browser.open(compared / "report.html", width=400)
     for _ in range(40):
         for kind in ("keyDown", "keyUp"):

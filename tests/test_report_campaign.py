@@ -1,4 +1,4 @@
-"""The report of a comparison or a tuning says what its documents hold, in one file that fetches nothing."""
+"""Tests of the report of a comparison or tuning: one file that matches the documents and fetches nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def change(path: Path, do: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(document))
 
 
-def test_nothing_is_fetched_nothing_runs_and_the_page_is_whole(page: CampaignPage) -> None:
+def test_page_is_complete_fetches_nothing_and_runs_no_script(page: CampaignPage) -> None:
     text = page.text
     parsed = Page(text)
     assert not re.search(r"(https?:)?//\w", text)
@@ -81,7 +81,7 @@ def test_nothing_is_fetched_nothing_runs_and_the_page_is_whole(page: CampaignPag
     )
 
 
-def test_the_page_begins_with_the_verdict_and_goes_on_with_the_plan(compared: Path, comparison: CampaignPage) -> None:
+def test_page_begins_with_the_verdict_followed_by_the_plan(compared: Path, comparison: CampaignPage) -> None:
     text = Page(comparison.text).text
     assert comparison.verdict == verdict_line(json.loads((compared / "comparison.json").read_text()))
     order = [text.index(part) for part in (comparison.verdict, "The plan ", "The arms ", "Pictures ", "Repeat it ")]
@@ -91,7 +91,7 @@ def test_the_page_begins_with_the_verdict_and_goes_on_with_the_plan(compared: Pa
     assert f"autotune compare JOB --arms baseline,{','.join(ARMS)} --seeds 2 --memory-budget 90%" in text
 
 
-def test_every_unit_has_its_choice_and_what_others_would_change(comparison: CampaignPage) -> None:
+def test_every_unit_shows_its_choice_and_the_effect_of_alternatives(comparison: CampaignPage) -> None:
     run = comparison.run
     assert run.profile is not None
     plan = launched(arm_named(run.document, "exact"))
@@ -110,7 +110,7 @@ def test_every_unit_has_its_choice_and_what_others_would_change(comparison: Camp
         assert told[unit.name] in text
 
 
-def test_the_optimum_is_the_solvers_and_the_front_has_no_dominated_plan(comparison: CampaignPage) -> None:
+def test_optimum_is_the_solver_result_and_the_front_has_no_dominated_plan(comparison: CampaignPage) -> None:
     run, front = comparison.run, comparison.front
     assert run.profile is not None
     assert front is not None
@@ -127,7 +127,7 @@ def test_the_optimum_is_the_solvers_and_the_front_has_no_dominated_plan(comparis
     assert {short.points[0][1].peak_bytes, short.points[-1][1].peak_bytes} <= {cost.peak_bytes for cost in costs}
 
 
-def test_an_arm_that_changes_its_plan_keeps_what_its_windows_saw(compared: Path) -> None:
+def test_arm_that_changes_its_plan_keeps_the_measurements_of_its_windows(compared: Path) -> None:
     document = json.loads((compared / "comparison.json").read_text())
     arms = {arm["name"]: arm for arm in document["arms"]}
     assert "plan" not in arms["restless"]
@@ -140,7 +140,7 @@ def test_an_arm_that_changes_its_plan_keeps_what_its_windows_saw(compared: Path)
     assert all("windows" not in run for run in arms["exact"]["runs"])
 
 
-def test_a_changing_arms_course_is_drawn_with_its_decisions(comparison: CampaignPage) -> None:
+def test_course_of_a_changing_arm_is_drawn_with_its_decisions(comparison: CampaignPage) -> None:
     figures = {figure.title: figure for figure in comparison.figures}
     for what in ("accumulation", "precision and storage", "memory pressure", "time per step", "units over the run"):
         assert f"restless: {what}" in figures
@@ -151,7 +151,7 @@ def test_a_changing_arms_course_is_drawn_with_its_decisions(comparison: Campaign
     assert drawn.count('class="switch"') == changed
 
 
-def test_energy_is_absent_until_it_was_read_and_carbon_follows_the_intensity(comparison: CampaignPage) -> None:
+def test_energy_is_absent_until_measured_and_carbon_follows_the_intensity(comparison: CampaignPage) -> None:
     assert "Energy: absent." in Page(comparison.text).text
     document = json.loads(json.dumps(dict(comparison.run.document)))
     for number, run in enumerate(document["arms"][0]["runs"]):
@@ -161,12 +161,12 @@ def test_energy_is_absent_until_it_was_read_and_carbon_follows_the_intensity(com
     assert costs[0].energy_j == pytest.approx(5.4e6)
     assert costs[0].carbon_g == pytest.approx(570.0)
     assert costs[0].energy_source == "measured:rapl"
-    # Half a mean would be none.
+    # A mean over half of the values would be misleading.
     assert (costs[1].energy_j, costs[1].energy_source, costs[1].carbon_g) == (None, "absent", None)
     for run in document["arms"][0]["runs"]:
         run["grams"] = 12.0
     assert arm_costs(document)[0].carbon_g == pytest.approx(12.0)
-    # A series counts where it covers the runs, and nowhere else.
+    # A series is used only if it covers the runs.
     begin, end = document["arms"][0]["runs"][0]["ran_s"]
     series = Intensity(starts_s=(begin - 3600.0,), grams_per_kwh=(100.0,), end_s=end + 3600.0)
     assert arm_costs(document, series)[0].carbon_g == pytest.approx(150.0)
@@ -174,7 +174,7 @@ def test_energy_is_absent_until_it_was_read_and_carbon_follows_the_intensity(com
     assert arm_costs(document, late)[0].carbon_g is None
 
 
-def test_a_tunings_page_says_what_was_found_and_what_it_took(tuned: Path, tuning: CampaignPage) -> None:
+def test_page_of_a_tuning_reports_its_result_and_cost(tuned: Path, tuning: CampaignPage) -> None:
     document = json.loads((tuned / "tuned.json").read_text())
     text = Page(tuning.text).text
     assert tuning.verdict == tuned_line(document)
@@ -188,7 +188,7 @@ def test_a_tunings_page_says_what_was_found_and_what_it_took(tuned: Path, tuning
     assert "autotune tune JOB --method optuna --memory-budget 90% --steps 48" in text
 
 
-def test_a_run_without_a_profile_says_so_and_takes_one_from_elsewhere(
+def test_run_without_a_profile_reports_it_and_accepts_one_from_elsewhere(
     compared: Path, runs: Path, tmp_path: Path
 ) -> None:
     folder = copy_of(compared, tmp_path)
@@ -205,7 +205,7 @@ def test_a_run_without_a_profile_says_so_and_takes_one_from_elsewhere(
         read_campaign(folder, cached)
 
 
-def test_a_campaign_writes_its_own_page_and_hands_it_to_the_tracker(compared: Path, comparison: CampaignPage) -> None:
+def test_campaign_writes_its_own_page_and_sends_it_to_the_tracker(compared: Path, comparison: CampaignPage) -> None:
     assert "<!DOCTYPE html>" in (compared / "report.html").read_text()[:20]
     assert comparison.verdict.split(";")[0] in Page((compared / "report.html").read_text()).text
     assert {path.stem for path in (compared / "figures").iterdir()} == {figure.name for figure in comparison.figures}
@@ -213,7 +213,7 @@ def test_a_campaign_writes_its_own_page_and_hands_it_to_the_tracker(compared: Pa
     assert {"report.html", "time-against-memory.svg", "comparison.png"} <= kept
 
 
-def test_a_figure_in_a_file_of_its_own_is_whole_and_needs_no_page(page: CampaignPage) -> None:
+def test_standalone_figure_is_complete_without_the_page(page: CampaignPage) -> None:
     assert len({figure.name for figure in page.figures}) == len(page.figures)
     for figure in page.figures:
         root = ET.fromstring(figure.file)
@@ -224,7 +224,7 @@ def test_a_figure_in_a_file_of_its_own_is_whole_and_needs_no_page(page: Campaign
             assert one.name in "".join(root.itertext())
 
 
-def test_tables_hold_what_the_documents_hold_in_both_kinds(compared: Path, tmp_path: Path) -> None:
+def test_tables_match_the_documents_in_both_formats(compared: Path, tmp_path: Path) -> None:
     asked = ["--csv", str(tmp_path / "csv"), "--parquet", str(tmp_path / "parquet"), "--out", str(tmp_path / "p.html")]
     assert run_command(["report", str(compared), *asked]) == 0
     sheets = sheets_of(read_campaign(compared))
@@ -240,7 +240,7 @@ def test_tables_hold_what_the_documents_hold_in_both_kinds(compared: Path, tmp_p
     assert len(sheets["curves"]) == sum(len(run["curve"]) for arm in document["arms"] for run in arm["runs"])
 
 
-def test_the_command_writes_what_it_is_asked_for_and_says_where(
+def test_command_writes_the_requested_files_and_prints_where(
     compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copy_of(compared, tmp_path)
@@ -294,7 +294,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_document_is_one_line_that_names_the_place(
+def test_damaged_document_is_one_line_that_names_the_place(
     damage: str, compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, do, said = DAMAGE[damage]
@@ -310,7 +310,7 @@ def test_a_damaged_document_is_one_line_that_names_the_place(
 
 
 @pytest.mark.parametrize("row", [b"{not json}\n", b'{"method": "exact"}\n', b"\xff\xfe\n"])
-def test_a_damaged_trial_is_one_line_that_names_file_and_line(
+def test_damaged_trial_is_one_line_that_names_file_and_line(
     row: bytes, compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copy_of(compared, tmp_path)
@@ -324,14 +324,14 @@ def test_a_damaged_trial_is_one_line_that_names_file_and_line(
     assert f"{path} line {number}" in lines[0]
 
 
-def test_a_torn_last_trial_is_what_a_kill_leaves_and_no_error(compared: Path, tmp_path: Path) -> None:
+def test_torn_last_trial_is_accepted(compared: Path, tmp_path: Path) -> None:
     folder = copy_of(compared, tmp_path)
     with (folder / "trials.jsonl").open("ab") as file:
         file.write(b'{"method": "exa')
     assert len(read_campaign(folder).trials) == len(read_campaign(compared).trials)
 
 
-def test_what_is_no_finished_campaign_is_one_line_and_exit_code_2(
+def test_unfinished_campaign_or_other_folder_is_one_line_and_exit_code_2(
     compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copy_of(compared, tmp_path)
@@ -345,7 +345,7 @@ def test_what_is_no_finished_campaign_is_one_line_and_exit_code_2(
         read_campaign(tmp_path)
 
 
-def test_the_command_that_repeats_a_run_has_all_its_options(tuned: Path) -> None:
+def test_command_that_repeats_a_run_has_all_its_options(tuned: Path) -> None:
     run = read_campaign(tuned)
     asked = dataclasses.replace(
         run.config.asked, weights="1,0,0.5", watts=60.0, ranks=Ranks(count=4, zero_stage=2, config="0" * 64)
@@ -356,7 +356,7 @@ def test_the_command_that_repeats_a_run_has_all_its_options(tuned: Path) -> None
     assert "--engine deepspeed --ranks 4 --zero-stage 2 --ds-config FILE" in command
 
 
-def test_a_very_wide_comparison_of_a_very_deep_model_has_a_small_page(compared: Path) -> None:
+def test_very_wide_comparison_of_a_very_deep_model_has_a_small_page(compared: Path) -> None:
     run = read_campaign(compared)
     units = [f"blocks.{number}" for number in range(500)]
     plan = Plan(precision=dict.fromkeys(units, "bf16"), storage=dict.fromkeys(units, "recompute")).to_json()
@@ -380,7 +380,7 @@ def test_a_very_wide_comparison_of_a_very_deep_model_has_a_small_page(compared: 
     assert len(text) < 2_500_000
 
 
-def test_windows_that_failed_are_no_points(compared: Path) -> None:
+def test_failed_windows_are_not_drawn(compared: Path) -> None:
     trial = json.loads((compared / "trials.jsonl").read_text().splitlines()[0])
     cost = measured_trial(trial)
     assert cost is not None

@@ -1,4 +1,4 @@
-"""Repeating the paper's tables: its numbers as printed, the pure parts against hand-made curves, real tiny tables."""
+"""Tests of reproducing the paper's tables: printed numbers, curve analysis and real tiny tables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from autotune.profiling.profiler import profile as lean_profile
 from autotune.simulator.random_jobs import draw_job
 
 
-def test_the_papers_relative_numbers_follow_from_its_absolute_ones():
+def test_relative_numbers_of_the_paper_follow_from_its_absolute_ones():
     """Table I prints -26.2 %, -25.6 %, +27.4 %; Table II -23.8 %, -25.0 %, +27.8 %."""
     printed = [(-26.2, -25.6, 27.4), (-23.8, -25.0, 27.8)]
     for table, expected in zip((paper.TABLE_1, paper.TABLE_2), printed, strict=True):
@@ -44,20 +44,20 @@ def test_the_papers_relative_numbers_follow_from_its_absolute_ones():
         assert changes == pytest.approx(expected, abs=0.06)
 
 
-def test_the_papers_ablation_ends_where_its_table_begins_and_each_row_is_faster():
+def test_ablation_of_the_paper_ends_where_its_table_begins_and_each_row_is_faster():
     times = [component.minutes for component in paper.TABLE_3]
     assert times == sorted(times, reverse=True)
     assert (times[0], times[-1]) == (paper.TABLE_1[0].baseline, paper.TABLE_1[0].optimized)
     assert [component.name.lower().split()[0] for component in paper.TABLE_3] == ["baseline", "+", "+", "+", "+"]
 
 
-def test_the_papers_scaling_efficiencies_follow_from_its_throughputs_but_for_rounding():
+def test_scaling_efficiencies_of_the_paper_follow_from_its_throughputs_up_to_rounding():
     for line in paper.TABLE_4:
         assert 100 * line.baseline / (line.ranks * 1240) == pytest.approx(line.baseline_percent, abs=0.1)
         assert 100 * line.optimized / (line.ranks * 1580) == pytest.approx(line.optimized_percent, abs=0.1)
 
 
-def test_the_closing_equations_give_the_papers_numbers_but_for_the_one_that_is_wrong():
+def test_closing_equations_give_all_numbers_of_the_paper_except_the_wrong_one():
     assert net_speedup(1.42, 0.12) == pytest.approx(1.27, abs=0.005)
     assert efficiency_after(3, 1.26) == pytest.approx(1.26**3)
     months = paper.CYCLE_MONTHS * cycles_to_double(1.26)
@@ -69,7 +69,7 @@ def test_the_closing_equations_give_the_papers_numbers_but_for_the_one_that_is_w
     assert efficiency_after(cycles_to_double(1.4), 1.4) == pytest.approx(2)
 
 
-def test_ratio_of_a_row_is_missing_where_one_number_is_missing():
+def test_ratio_of_a_row_is_missing_if_one_number_is_missing():
     assert TableRow("m", "c", "u", 1.0, paper=4.0).to_json()["ratio"] == 0.25
     assert TableRow("m", "c", "u", None, paper=4.0).to_json()["ratio"] is None
     assert TableRow("m", "c", "u", 4.0).to_json()["ratio"] is None
@@ -101,22 +101,22 @@ SLOW = [(0.0, 0, 5.0), (5.0, 50, 3.0), (10.0, 100, 1.0), (12.0, 120, 0.8)]
 @pytest.mark.parametrize(
     ("curve", "expected"),
     [
-        # Twice as fast throughout: half of the gain lies before the baseline's own half time.
+        # The run is twice as fast throughout, so half of the gain lies in the first half of the baseline's time.
         ([(0.0, 0, 5.0), (2.5, 50, 3.0), (5.0, 100, 1.0)], 0.5),
-        # All of it before.
+        # All of the gain is early.
         ([(0.0, 0, 5.0), (1.0, 50, 3.0), (6.0, 100, 1.0)], 1.0),
-        # Slower at first: the late half gains more than all.
+        # The run is slower at first, so the late half gains more than the total.
         ([(0.0, 0, 5.0), (6.0, 50, 3.0), (8.0, 100, 1.0)], -0.5),
         # Nothing is gained.
         (SLOW, None),
     ],
 )
-def test_the_early_share_is_read_off_the_curves(curve, expected):
+def test_early_share_is_computed_from_the_curves(curve, expected):
     document = {"metric": {"goal": "min"}, "baseline": "b", "arms": [entry("b", SLOW), entry("a", curve)]}
     assert early_share(document, "a") == (None if expected is None else pytest.approx(expected))
 
 
-def test_the_early_share_of_runs_that_did_not_arrive_is_unknown():
+def test_early_share_is_unknown_for_runs_that_missed_the_target():
     document = {"metric": {"goal": "min"}, "baseline": "b", "arms": [entry("b", SLOW), entry("a", SLOW, False)]}
     assert early_share(document, "a") is None
     assert summarised(document, "a").time_s is None
@@ -131,7 +131,7 @@ def test_shares_of_operations_add_up_and_costs_are_negative():
     assert gain_shares({"forward": 1.0}, {"forward": 1.0}) is None
 
 
-def test_the_seconds_of_operations_are_those_of_the_step():
+def test_seconds_by_operation_add_up_to_the_step():
     profile = draw_job(np.random.default_rng(0), depth=(4, 4)).profile
     generator = np.random.default_rng(1)
     for _ in range(10):
@@ -141,7 +141,7 @@ def test_the_seconds_of_operations_are_those_of_the_step():
         assert sum(found.values()) == pytest.approx(summed_seconds(profile, plan), rel=1e-12)
 
 
-def test_every_component_is_added_to_those_before_it():
+def test_each_ablation_row_adds_one_component():
     engine = TorchEngine(tiny_job.make())
     plans = component_plans(engine.space)
     engine.close()
@@ -152,7 +152,7 @@ def test_every_component_is_added_to_those_before_it():
     assert recomputed == [0, 0, 0, 0, 1]
 
 
-def test_each_scale_has_a_job_of_each_architecture_and_small_jobs_need_no_data_folder():
+def test_each_scale_has_a_job_per_architecture_and_small_jobs_need_no_data_folder():
     assert {tuple(sorted(tasks)) for tasks in SCALES.values()} == {(CONVOLUTION, TRANSFORMER)}
     for tasks in SCALES.values():
         for task in tasks.values():
@@ -165,7 +165,7 @@ def test_each_scale_has_a_job_of_each_architecture_and_small_jobs_need_no_data_f
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let both tasks be a network that trains in a second."""
+    """Replace both tasks by a network that trains in a second."""
     reference = f"{Path(tiny_job.__file__)}:job"
     tasks = {
         architecture: Experiment(
@@ -183,7 +183,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_job(reference).name == "tiny"
 
 
-def test_only_the_papers_recipe_has_a_schedule(tiny: None):
+def test_only_the_recipe_of_the_paper_has_a_schedule(tiny: None):
     task = experiments_module.SCALES["cpu"][TRANSFORMER]
     space = TorchEngine(task.job).space
     profile = lean_profile(task.job, device_name="here", options=ProfilerOptions.lean())
@@ -193,7 +193,7 @@ def test_only_the_papers_recipe_has_a_schedule(tiny: None):
 
 
 @pytest.mark.slow
-def test_an_efficiency_table_is_measured_for_real(tiny: None, tmp_path: Path):
+def test_efficiency_table_is_measured_with_real_steps(tiny: None, tmp_path: Path):
     document = autotune.reproduce("table1", scale="cpu", seeds=2, runs_dir=tmp_path)
     rows = document["rows"]
     assert [row["metric"] for row in rows[::3]] == [pair.metric for pair in paper.TABLE_1]
@@ -219,10 +219,10 @@ def test_an_efficiency_table_is_measured_for_real(tiny: None, tmp_path: Path):
     assert [arm["name"] for arm in plans] == ["baseline", "paper", "ppo"]
 
 
-# What the compiler of units warns of is its own.
+# Warnings of the compiler are not ours.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_every_arm_of_the_ablation_is_there_and_the_table_is_printed(
+def test_ablation_contains_every_arm_and_prints_its_table(
     tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     arguments = ["reproduce", "table3", "--scale", "cpu", "--seeds", "2", "--runs-dir", str(tmp_path)]
@@ -245,7 +245,7 @@ def test_every_arm_of_the_ablation_is_there_and_the_table_is_printed(
     assert all(row["ours"] > 0 for row in stages)
 
 
-def test_a_reproduction_that_was_cut_short_is_taken_up_from_its_journal(tiny: None, tmp_path: Path):
+def test_interrupted_reproduction_resumes_from_its_journal(tiny: None, tmp_path: Path):
     document = autotune.reproduce("table1", scale="cpu", seeds=2, runs_dir=tmp_path)
     folder = Path(document["run"])
     assert (folder / "reproduction.png").stat().st_size > 10_000
@@ -262,7 +262,7 @@ def test_a_reproduction_that_was_cut_short_is_taken_up_from_its_journal(tiny: No
     journal.write_bytes(b"".join(lines[:-2]))
     again = autotune.resume(folder)
     assert len(journal.read_bytes().splitlines()) == len(lines)
-    # The first seed's runs were remembered, to the last digit of their times.
+    # The first seed's runs were reused, with identical times.
     for first, second in zip(document["comparison"]["arms"], again["comparison"]["arms"], strict=True):
         assert first["runs"][0] == second["runs"][0]
     assert autotune.resume(folder) == json.loads((folder / "reproduction.json").read_text())
@@ -278,7 +278,7 @@ def test_a_reproduction_that_was_cut_short_is_taken_up_from_its_journal(tiny: No
         (["table1", "--data", "nowhere"], "'nowhere' is not a folder"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(
+def test_invalid_input_is_one_line_and_nothing_is_written(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("AUTOTUNE_DATA", raising=False)
@@ -289,14 +289,14 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert not (tmp_path / "runs").exists()
 
 
-def test_folder_without_the_expected_files_is_refused_before_anything_is_written(tmp_path: Path):
+def test_folder_without_the_expected_files_is_rejected_before_anything_is_written(tmp_path: Path):
     public_folders.wikitext(tmp_path / "data")
     with pytest.raises(JobError, match=r"contains wikitext-2-raw \(allowed: cifar-10-batches-py/.data_batch_1,"):
         autotune.reproduce("table1", data=tmp_path / "data", runs_dir=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 
-def test_unknown_scale_is_refused():
+def test_unknown_scale_is_rejected():
     with pytest.raises(InputError, match="scale is 'x'"):
         experiments_module.experiments_of("x")
 

@@ -1,4 +1,4 @@
-"""A request survives its document, records no secret, and is built the same by the command line and by keywords."""
+"""Tests of requests: they round-trip, record no secret, and are the same from command line and keywords."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COMPARE = CompareOptions(seeds=4, dips="5:70%", carbon_intensity="300", **OPTION
 
 
 @pytest.mark.parametrize("request_", [TUNE, COMPARE], ids=["tune", "compare"])
-def test_a_request_is_read_back_as_it_was_written(request_: Any) -> None:
+def test_request_round_trips_through_its_document(request_: Any) -> None:
     written = json.loads(json.dumps(asdict(request_)))
     assert validated(type(request_), written, where="config.json") == request_
 
@@ -77,7 +77,7 @@ BOTH: dict[str, tuple[str, list[str], Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("command", BOTH)
-def test_the_command_line_and_the_keywords_make_the_same_request(
+def test_command_line_and_keyword_arguments_make_the_same_request(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where, more, by_keywords = BOTH[command]
@@ -107,7 +107,7 @@ def test_the_command_line_and_the_keywords_make_the_same_request(
         ({"isolate": True, "job": None}, "isolate: expected a job's reference"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_contradicting_options_are_rejected(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     request = TuneRequest(**{"job": "digits", "method": "random", **changes})
     job = "digits" if request.job else autotune.load_job("digits")
     trusted = TrustedInputs(jobs=[job], cluster="local:2" if request.cluster else None)
@@ -122,14 +122,14 @@ def test_options_that_contradict_each_other_are_refused(changes: dict[str, Any],
         (None, "postgresql://user@host/db", "--storage is given, but the original command was run without it"),
     ],
 )
-def test_an_address_is_given_exactly_if_the_original_command_had_one(
+def test_address_is_required_exactly_if_the_original_command_had_one(
     recorded: str | None, given: str | None, said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RunDirectoryError, match=f"{tmp_path}: .*{said}"):
         TrustedInputs(storage=given, run=tmp_path).database(recorded)
 
 
-def test_a_training_refuses_options_that_contradict_each_other(tmp_path: Path) -> None:
+def test_contradicting_training_options_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--search-decisions requires --search"):
         commands.TrainRequest(decisions=8)
     with pytest.raises(InputError, match="--recipe cannot be combined with --resume"):
@@ -139,7 +139,7 @@ def test_a_training_refuses_options_that_contradict_each_other(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("tuning", "expected"), [(0, [1000, 1001, 1002]), (1001, [1000, 1002, 1003])])
-def test_runs_are_compared_on_seeds_that_no_plan_was_searched_with(tuning: int, expected: list[int]) -> None:
+def test_compared_seeds_were_not_used_in_any_search(tuning: int, expected: list[int]) -> None:
     assert CompareOptions(seeds=3, seed=tuning).request("digits", ["baseline"]).seeds == expected
 
 

@@ -1,4 +1,4 @@
-"""A campaign may be killed at any instant: what was measured stays, once, and it is taken up where it stopped."""
+"""Tests of resuming: a campaign killed at any instant continues without repeating measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEW = {"steps": 80, "seed": 3}
 
 
 class KilledError(BaseException):
-    """End a campaign as a kill would: nothing catches it."""
+    """Ends a campaign as a kill would: no code catches it."""
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def only(runs: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------ the journal
 
 
-def test_what_was_done_is_not_done_again_and_comes_back_in_order(tmp_path: Path) -> None:
+def test_finished_work_is_not_repeated_and_returned_in_order(tmp_path: Path) -> None:
     first = Journal()
     assert first.once({"n": 1}, lambda: [1]) == [1]
     first.keep_in(tmp_path)
@@ -66,7 +66,7 @@ def test_what_was_done_is_not_done_again_and_comes_back_in_order(tmp_path: Path)
     assert [third.once({"n": n}, pytest.fail) for n in (1, 2, 3)] == [[1], {"two": 2.5}, 3]
 
 
-def test_what_raises_is_not_remembered(tmp_path: Path) -> None:
+def test_failed_work_is_not_recorded(tmp_path: Path) -> None:
     kept = Journal()
     kept.keep_in(tmp_path)
     with pytest.raises(ZeroDivisionError):
@@ -74,7 +74,7 @@ def test_what_raises_is_not_remembered(tmp_path: Path) -> None:
     assert kept.once({"n": 1}, lambda: 7) == 7
 
 
-def test_another_campaign_is_refused(tmp_path: Path) -> None:
+def test_journal_of_another_campaign_is_rejected(tmp_path: Path) -> None:
     kept = Journal()
     kept.keep_in(tmp_path)
     kept.once({"window": "a"}, lambda: 1)
@@ -84,7 +84,7 @@ def test_another_campaign_is_refused(tmp_path: Path) -> None:
         Journal.opened(tmp_path).once({"window": "b"}, lambda: 1)
 
 
-def test_a_torn_last_line_is_dropped_and_any_other_damage_named(tmp_path: Path) -> None:
+def test_torn_last_line_is_dropped_and_other_damage_is_named(tmp_path: Path) -> None:
     kept = Journal()
     kept.keep_in(tmp_path)
     for number in range(3):
@@ -99,7 +99,7 @@ def test_a_torn_last_line_is_dropped_and_any_other_damage_named(tmp_path: Path) 
             assert again.once({"n": left}, pytest.fail) == left
             left += 1
         assert left == whole[:cut].count(b"\n")
-        # What follows stands on a line of its own.
+        # The next record is written on a separate line.
         again.once({"n": left}, lambda: 5)
         Journal.opened(tmp_path)
     damaged = whole.replace(b'"result": 1', b'"result": 9')
@@ -112,7 +112,7 @@ def test_a_torn_last_line_is_dropped_and_any_other_damage_named(tmp_path: Path) 
         Journal.opened(tmp_path)
 
 
-def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Journal()
     kept.keep_in(tmp_path)
 
@@ -130,7 +130,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def killed_at(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what ends the campaign at its n-th write from now on, before or after it."""
+    """Return a writer that ends the campaign at its n-th write, before or after it."""
     write = journal_module.append_json_line
     countdown = {"left": 0, "after": False}
 
@@ -151,7 +151,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-def test_a_campaign_that_is_interrupted_20_times_finds_the_same_trials(killed_at: Any, tmp_path: Path) -> None:
+def test_campaign_interrupted_20_times_finds_the_same_trials(killed_at: Any, tmp_path: Path) -> None:
     whole = commands.tune(str(JOB), "random", runs_dir=tmp_path / "whole", **FEW)  # type: ignore[arg-type]
     expected = plans_of(Path(whole["run"]))
     runs = tmp_path / "broken"
@@ -184,7 +184,7 @@ def test_a_campaign_that_is_interrupted_20_times_finds_the_same_trials(killed_at
 
 
 def tell(search: OptunaSearch, plan: Plan) -> None:
-    """Tell a search what a plan is known to cost."""
+    """Tell a search the known cost of a plan."""
     engine = KnownEngine()
     reference = engine.run(3)
     engine.apply(plan)
@@ -201,7 +201,7 @@ def tell(search: OptunaSearch, plan: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_a_study_that_is_taken_up_proposes_what_it_would_have_proposed(tmp_path: Path) -> None:
+def test_resumed_study_proposes_the_same_plans(tmp_path: Path) -> None:
     first = [SPACE.baseline(), SPACE.leanest()]
 
     def go(folder: Path, *, interrupted: bool) -> list[Any]:
@@ -210,7 +210,7 @@ def test_a_study_that_is_taken_up_proposes_what_it_would_have_proposed(tmp_path:
         proposed = []
         for number in range(24):
             if interrupted and number % 3 == 0:
-                # The last proposal is never told: its process was killed.
+                # The last proposal has no result, because its process was killed.
                 search.ask()
                 search._storage.engine.dispose()
                 search = OptunaSearch(SPACE, folder, 5, first)
@@ -226,7 +226,7 @@ def test_a_study_that_is_taken_up_proposes_what_it_would_have_proposed(tmp_path:
     assert go(tmp_path / "a", interrupted=False) == go(tmp_path / "b", interrupted=True)
 
 
-def test_a_comparison_that_is_taken_up_repeats_no_finished_run(
+def test_resumed_comparison_repeats_no_finished_run(
     killed_at: Any, measuring_precisions: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOTUNE_PRECISIONS", "bf16")
@@ -252,9 +252,7 @@ def test_a_comparison_that_is_taken_up_repeats_no_finished_run(
     assert commands.resume(folder, job=str(JOB))["arms"] == document["arms"]
 
 
-def test_a_campaign_that_was_killed_before_its_first_record_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_campaign_killed_before_its_first_record_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object) -> None:
         raise KilledError
 
@@ -265,7 +263,7 @@ def test_a_campaign_that_was_killed_before_its_first_record_begins(
     folder = only(tmp_path)
     assert not (folder / JOURNAL).exists()
     assert commands.resume(folder, job=str(JOB))["run"] == str(folder)
-    # One whose journal was taken away is another matter.
+    # A campaign whose journal was removed starts over.
     (folder / JOURNAL).unlink()
     (folder / "tuned.json").unlink()
     with pytest.raises(RunDirectoryError, match="has no journal"):
@@ -274,7 +272,7 @@ def test_a_campaign_that_was_killed_before_its_first_record_begins(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["random", "optuna"])
-def test_kill_9_at_random_instants_loses_nothing_that_was_acknowledged(method: str, tmp_path: Path) -> None:
+def test_kill_9_at_random_instants_loses_nothing_acknowledged(method: str, tmp_path: Path) -> None:
     acknowledged: dict[Path, list[Any]] = {}
 
     def look(folder: Path, done: bool) -> None:
@@ -292,7 +290,7 @@ def test_kill_9_at_random_instants_loses_nothing_that_was_acknowledged(method: s
 
 
 @pytest.mark.slow
-def test_comparisons_that_were_killed_go_on_and_repeat_no_run_that_was_finished(tmp_path: Path) -> None:
+def test_killed_comparisons_continue_and_repeat_no_finished_run(tmp_path: Path) -> None:
     asked = ["compare", "--arms", "random,uniform-bf16", "--memory-budget", "80%", "--seeds", "6", "--steps", "60"]
     for number in range(int(os.environ.get("COMPARISONS", "2"))):
         root, finished = tmp_path / str(number), {}
@@ -301,7 +299,7 @@ def test_comparisons_that_were_killed_go_on_and_repeat_no_run_that_was_finished(
         def look(folder: Path, done: bool, finished: dict[Path, list[Any]] = finished) -> None:
             now = lines(folder, JOURNAL) if (folder / JOURNAL).is_file() else []
             before = finished.get(folder, [])
-            # To the last digit of their times: none was made anew.
+            # Times are identical, so no run was repeated.
             assert now[: len(before)] == before
             finished[folder] = now
             if done:
@@ -322,7 +320,9 @@ def see_that_the_study_is_whole(folder: Path, searched: int) -> None:
     assert states.count("COMPLETE") >= searched
 
 
-def test_what_cannot_be_taken_up_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_cannot_be_resumed_is_rejected_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["resume", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
     other = RunDirectory.create(tmp_path, "profile", "tiny", {})

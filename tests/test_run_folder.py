@@ -1,3 +1,5 @@
+"""Tests of run folders: their names, and the lock for their one writer."""
+
 import threading
 from collections import Counter
 from pathlib import Path
@@ -31,7 +33,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_run_lies_in_the_runs_folder_whatever_it_is_called_after(name: str, tmp_path: Path) -> None:
+def test_run_is_created_in_the_runs_folder_whatever_its_name(name: str, tmp_path: Path) -> None:
     made = [
         make_run_folder(tmp_path / "runs", name, {}),
         RunDirectory.create(tmp_path / "runs", "tune", name, {}).path,
@@ -40,36 +42,36 @@ def test_a_run_lies_in_the_runs_folder_whatever_it_is_called_after(name: str, tm
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_a_job_with_a_name_of_300_characters_has_a_run(tmp_path: Path) -> None:
+def test_job_with_a_300_character_name_has_a_run(tmp_path: Path) -> None:
     job = tiny_job.make(name="n" * 300)
     run = RunDirectory.create(tmp_path, "tune", job, {})
     assert run.read("config.json")["job"] == job.name
 
 
 @given(st.text())
-def test_a_name_is_one_part_of_a_path_that_any_file_system_takes(name: str) -> None:
+def test_run_name_is_one_path_component_valid_on_any_file_system(name: str) -> None:
     path = new_run_folder(Path("runs"), "tune", name)
     assert path.parent == Path("runs")
     assert len(path.name.encode()) <= 255
     assert path.name.isprintable()
 
 
-def test_letters_of_any_alphabet_stay() -> None:
+def test_letters_of_any_alphabet_are_kept() -> None:
     assert "-tune-größe_1-Модель-" in new_run_folder(Path("runs"), "tune", "größe_1 Модель").name
 
 
-def test_two_runs_of_one_second_do_not_meet() -> None:
+def test_two_runs_in_the_same_second_get_different_folders() -> None:
     assert new_run_folder(Path("runs"), "tune", "x") != new_run_folder(Path("runs"), "tune", "x")
 
 
-def test_a_lock_leaves_no_trace_and_only_one_of_many_holds_it(tmp_path: Path) -> None:
+def test_lock_leaves_no_trace_and_has_one_holder_at_a_time(tmp_path: Path) -> None:
     inside, most, taken = threading.Semaphore(1), [], Counter()
 
     def compete(name: int) -> None:
         for _ in range(200):
             try:
                 with WriterLock(tmp_path):
-                    # Who else is inside would have taken this.
+                    # Another holder of the lock would have taken this.
                     most.append(inside.acquire(blocking=False))
                     taken[name] += 1
                     inside.release()

@@ -1,4 +1,4 @@
-"""Damage to what a training saved: it costs a step back, or that seed's time, and never a wrong result."""
+"""Tests of damaged checkpoints and results: they cost time, never a wrong result."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ RECIPE, SEED, ROLLOUT = one_seed(), 4, 16
 
 
 class Stopped(Exception):
-    """Stand for whatever ends a training halfway."""
+    """Stands for any event that ends a training halfway."""
 
 
 def train_until(folder: Path, rollouts: int, recipe: Recipe = RECIPE, seed: int = SEED) -> None:
-    """Train a seed and stop it after some rollouts, as its process does when whoever began it is gone."""
+    """Train a seed and stop it after some rollouts, as its process does when its parent is gone."""
     asked: list[int] = []
 
     def getppid() -> int:
@@ -64,13 +64,13 @@ def train_on(folder: Path, recipe: Recipe = RECIPE, seed: int = SEED) -> SeedFil
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> SeedFiles:
-    """Return the files of a seed that was trained without an interruption."""
+    """Return the files of a seed trained without interruption."""
     return train_on(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a seed that was stopped in its last rollout."""
+    """Return a folder with a seed stopped in its last rollout."""
     folder = tmp_path_factory.mktemp("stopped")
     train_until(folder, 2)
     return folder
@@ -94,12 +94,12 @@ def assert_same(found: SeedFiles, wanted: SeedFiles) -> None:
 
 
 def sealed(payload: bytes) -> bytes:
-    """Return what a save holds whose author knows of the checksum."""
+    """Return a forged checkpoint with a valid checksum."""
     return hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
 
 
 def rewritten(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> Callable[[Path], object]:
-    """Return what changes the tensors and the numbers of a save, its checksum with them."""
+    """Return a function that changes the tensors and numbers of a checkpoint and its checksum."""
 
     def damage(path: Path) -> None:
         payload = path.read_bytes()[65:]
@@ -128,7 +128,7 @@ def not_finite(value: torch.Tensor) -> torch.Tensor:
 
 
 class Hostile:
-    """Make a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -211,7 +211,7 @@ def saved_by(path: Path, recipe: Recipe, seed: int) -> bytes:
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return what was said of saved files."""
+    """Return the warnings about saved files."""
     rooms = ("autotune.campaign.seed_files", "autotune.records.generations")
     return [record.getMessage() for record in caplog.records if record.name in rooms]
 
@@ -219,7 +219,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------- saves
 
 
-def test_two_generations_are_kept_and_are_one_rollout_apart(interrupted: SeedFiles) -> None:
+def test_two_checkpoints_are_kept_one_rollout_apart(interrupted: SeedFiles) -> None:
     names = {path.name for path in interrupted.folder.iterdir()}
     assert names == {"seed-4.checkpoint", "seed-4.checkpoint.1", "seed-4.jsonl"}
     newest = taken_up(interrupted, RECIPE)
@@ -231,7 +231,7 @@ def test_two_generations_are_kept_and_are_one_rollout_apart(interrupted: SeedFil
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_save_is_named_once_and_the_one_before_it_is_taken_up(
+def test_damaged_checkpoint_is_named_once_and_the_previous_one_is_used(
     kind: str, interrupted: SeedFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     DAMAGE[kind](interrupted.checkpoint)
@@ -242,7 +242,7 @@ def test_a_damaged_save_is_named_once_and_the_one_before_it_is_taken_up(
     assert line.startswith(f"{interrupted.checkpoint}: ")
     assert line.endswith("; using the previous save")
     assert "\n" not in line
-    # What the lost save's rollout told stays: made once more, it comes to the same.
+    # The lost checkpoint's rollout stays in the log; repeated, it gives the same result.
     assert [row["decisions"] for row in interrupted.rows()] == [ROLLOUT, 2 * ROLLOUT]
     caplog.clear()
     again = taken_up(interrupted, RECIPE)
@@ -254,14 +254,14 @@ def test_a_damaged_save_is_named_once_and_the_one_before_it_is_taken_up(
 
 
 @pytest.mark.parametrize("kind", ["a flipped bit", "a pipe", "weights that are not finite"])
-def test_a_training_that_went_back_ends_as_one_that_was_not_interrupted(
+def test_training_resumed_from_the_previous_checkpoint_ends_identically(
     kind: str, interrupted: SeedFiles, whole: SeedFiles
 ) -> None:
     DAMAGE[kind](interrupted.checkpoint)
     assert_same(train_on(interrupted.folder), whole)
 
 
-def test_where_both_saves_are_damaged_the_seed_begins_anew_and_ends_the_same(
+def test_seed_restarts_and_ends_identically_if_both_checkpoints_are_damaged(
     interrupted: SeedFiles, whole: SeedFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     flip(interrupted.checkpoint)
@@ -273,29 +273,27 @@ def test_where_both_saves_are_damaged_the_seed_begins_anew_and_ends_the_same(
     assert_same(found, whole)
 
 
-def test_a_training_that_is_stopped_over_and_over_and_damaged_each_time_ends_the_same(
-    interrupted: SeedFiles, whole: SeedFiles
-) -> None:
+def test_training_repeatedly_stopped_and_damaged_ends_identically(interrupted: SeedFiles, whole: SeedFiles) -> None:
     for _ in range(2):
         flip(interrupted.checkpoint)
         train_until(interrupted.folder, 1)
     assert_same(train_on(interrupted.folder), whole)
 
 
-def test_a_folder_in_a_saves_place_is_one_line(interrupted: SeedFiles) -> None:
+def test_folder_in_place_of_a_checkpoint_is_one_line(interrupted: SeedFiles) -> None:
     interrupted.checkpoint.unlink()
     interrupted.checkpoint.mkdir()
     with pytest.raises(RunDirectoryError, match=r"seed-4.checkpoint: is damaged and cannot be removed"):
         taken_up(interrupted, RECIPE)
 
 
-def test_bytes_that_were_changed_anywhere_are_refused_or_the_same(interrupted: SeedFiles) -> None:
+def test_checkpoint_with_modified_bytes_is_rejected_or_loads_identically(interrupted: SeedFiles) -> None:
     payload = interrupted.checkpoint.read_bytes()[65:]
     generator, header = random.Random(0), 8 + int.from_bytes(payload[:8], "little")
     refused = 0
     for number in range(400):
         changed = bytearray(payload)
-        # Half of them where names, shapes and numbers are, without a checksum to help.
+        # Half of the changes are in names, shapes and numbers, without the checksum's protection.
         for _ in range(generator.randint(1, 4)):
             changed[generator.randrange(header if number % 2 else len(payload))] = generator.randrange(256)
         try:
@@ -309,7 +307,7 @@ def test_bytes_that_were_changed_anywhere_are_refused_or_the_same(interrupted: S
     assert refused > 100
 
 
-def test_every_truncation_of_a_file_is_noticed(tmp_path: Path) -> None:
+def test_every_truncated_file_is_detected(tmp_path: Path) -> None:
     newest, before = tmp_path / "newest", tmp_path / "before"
     for saved in (b"one", b"two"):
         Generations(newest, before).write(saved)
@@ -335,7 +333,7 @@ while True:
 """
 
 
-def test_a_process_that_is_killed_while_it_saves_loses_no_save_that_it_told_of(tmp_path: Path) -> None:
+def test_process_killed_while_saving_loses_no_reported_checkpoint(tmp_path: Path) -> None:
     generator, told = random.Random(0), 0
     for _ in range(12):
         command = [sys.executable, "-c", WRITES, str(tmp_path)]
@@ -348,7 +346,7 @@ def test_a_process_that_is_killed_while_it_saves_loses_no_save_that_it_told_of(t
         found = Generations(tmp_path / "newest", tmp_path / "before").read(bytes, begins_anew="")
         assert found is not None
         assert int(found) in (told, told + 1)
-    # Of the two, either alone does.
+    # Either of the two alone is enough.
     (tmp_path / "newest").write_bytes(b"torn")
     found = Generations(tmp_path / "newest", tmp_path / "before").read(bytes, begins_anew="")
     assert found is not None
@@ -359,7 +357,7 @@ def test_a_process_that_is_killed_while_it_saves_loses_no_save_that_it_told_of(t
 
 
 def resealed(change: Callable[[dict[str, Any]], object]) -> Callable[[SeedFiles], object]:
-    """Return what changes a result, its checksum with it."""
+    """Return a function that changes a result and its checksum."""
 
     def damage(files: SeedFiles) -> None:
         document = json.loads(files.result.read_text())
@@ -411,9 +409,7 @@ def done(whole: SeedFiles, tmp_path: Path) -> SeedFiles:
 
 
 @pytest.mark.parametrize("kind", RESULTS)
-def test_a_damaged_result_is_named_once_and_is_none(
-    kind: str, done: SeedFiles, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_result_is_named_once_and_ignored(kind: str, done: SeedFiles, caplog: pytest.LogCaptureFixture) -> None:
     assert finished(done, RECIPE) is not None
     RESULTS[kind](done)
     assert finished(done, RECIPE) is None
@@ -426,7 +422,7 @@ def test_a_damaged_result_is_named_once_and_is_none(
     assert not warnings_in(caplog)
 
 
-def test_bytes_of_a_result_that_were_changed_anywhere_are_refused_or_say_the_same(done: SeedFiles) -> None:
+def test_result_with_modified_bytes_is_rejected_or_reads_identically(done: SeedFiles) -> None:
     content, generator = done.result.read_bytes(), random.Random(0)
     wanted, same = read_result(done, RECIPE), 0
     for _ in range(500):
@@ -444,7 +440,7 @@ def test_bytes_of_a_result_that_were_changed_anywhere_are_refused_or_say_the_sam
 
 
 @pytest.mark.slow
-def test_a_training_whose_results_are_damaged_trains_those_seeds_again_and_ends_the_same(
+def test_seeds_with_damaged_results_are_trained_again_and_end_identically(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = replace(RECIPE, seeds=(4, 9))
@@ -475,7 +471,7 @@ def test_a_training_whose_results_are_damaged_trains_those_seeds_again_and_ends_
         assert len(files.progress.read_bytes().splitlines()) == 3
 
 
-def test_a_policy_is_not_written_through_a_link_out_of_the_run(tmp_path: Path) -> None:
+def test_policy_is_not_written_through_a_link_outside_the_run(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "runs", "train", "simulated", {"recipe": RECIPE.to_json()})
     run.close()
     train_on(run.path)
@@ -494,7 +490,7 @@ def stand_still(recipe: dict[str, Any], seed: int, folder: str, parent: int) -> 
 
 
 @pytest.mark.slow
-def test_only_a_seeds_own_files_travel(interrupted: SeedFiles) -> None:
+def test_only_the_files_of_a_seed_are_transferred(interrupted: SeedFiles) -> None:
     secret = interrupted.folder.parent / "secret"
     secret.write_text("key")
     (interrupted.folder / "seed-4.more").write_text("more")
@@ -508,7 +504,7 @@ def test_only_a_seeds_own_files_travel(interrupted: SeedFiles) -> None:
         while code is None:
             code, _ = host.news()
         assert code == 0
-        # Beside the lock of the scratch folder.
+        # Next to the lock of the scratch folder.
         assert {path.name for path in host._path.glob("seed-*")} == set(interrupted.contents())
         assert not list(host._path.parent.glob("outside"))
         (host._path / "seed-4.more").write_text("more")
@@ -522,7 +518,7 @@ def test_only_a_seeds_own_files_travel(interrupted: SeedFiles) -> None:
 # -------------------------------------------------------------------------------------------------------------- search
 
 
-def test_a_search_without_its_study_finds_its_trials_trained(tmp_path: Path) -> None:
+def test_search_without_its_study_finds_its_trained_trials(tmp_path: Path) -> None:
     run = folder_of(tmp_path / "run")
     whole = searched(run, 3)
     (run.path / "optuna.db").write_bytes(b"?" * 4096)
@@ -537,7 +533,7 @@ def test_a_search_without_its_study_finds_its_trials_trained(tmp_path: Path) -> 
 
     assert searched(run, 3, noted)["trials"] == whole["trials"]
     assert not trained
-    # A trial that was told and whose result is damaged keeps its place; one that was not is trained again.
+    # A recorded trial with a damaged result keeps its value; an unrecorded one is trained again.
     flip(run.path / "trials" / "0000" / "seed-4.json")
     document = searched(run, 3, noted)
     assert document["trials"] == whole["trials"]
@@ -548,14 +544,14 @@ def test_a_search_without_its_study_finds_its_trials_trained(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), os.mkdir])
-def test_what_stands_in_a_studys_place_and_is_none_is_one_line(make: Callable[[Path], object], tmp_path: Path) -> None:
+def test_irregular_file_in_place_of_a_study_is_one_line(make: Callable[[Path], object], tmp_path: Path) -> None:
     run = folder_of(tmp_path / "run")
     make(run.path / "optuna.db")
     with pytest.raises(RunDirectoryError, match=r"optuna.db: is a (pipe|link|folder)"):
         searched(run, 1)
 
 
-def test_trials_are_not_trained_in_a_folder_out_of_the_run(tmp_path: Path) -> None:
+def test_trials_are_not_trained_in_a_folder_outside_the_run(tmp_path: Path) -> None:
     run = folder_of(tmp_path / "run")
     (tmp_path / "elsewhere").mkdir()
     (run.path / "trials").symlink_to(tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""A scratch folder goes with the process that made it, however that ends; nobody else's folder is touched."""
+"""Tests of scratch folders: removed with their process however it ends, and no other folder is touched."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ time.sleep(600)
 
 
 def maker(folder: Path) -> tuple[subprocess.Popen[str], Path]:
-    """Return a process that has made a scratch folder, and the folder."""
+    """Return a process that has created a scratch folder, and the folder."""
     process = subprocess.Popen([sys.executable, "-c", MAKES, str(folder)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     made = Path(process.stdout.readline().strip())
@@ -42,20 +42,20 @@ def end(process: subprocess.Popen[str], how: signal.Signals) -> None:
     process.stdout.close()
 
 
-def test_it_is_gone_when_it_is_closed(tmp_path: Path) -> None:
+def test_folder_is_removed_on_close(tmp_path: Path) -> None:
     with ScratchFolder(tmp_path) as folder:
         (folder / "file").touch()
     assert not list(tmp_path.iterdir())
 
 
-def test_it_is_gone_once_its_process_was_killed(tmp_path: Path) -> None:
+def test_folder_is_removed_after_its_process_was_killed(tmp_path: Path) -> None:
     for how in (signal.SIGKILL, signal.SIGTERM):
         process, _ = maker(tmp_path)
         end(process, how)
         wait_until(lambda: not list(tmp_path.iterdir()), "the folder is left")
 
 
-def test_one_that_nobody_is_left_to_remove_goes_when_the_next_is_made(tmp_path: Path) -> None:
+def test_abandoned_folder_is_removed_when_the_next_is_created(tmp_path: Path) -> None:
     process, left = maker(tmp_path)
     for watcher in descendants(process.pid):
         os.kill(watcher, signal.SIGKILL)
@@ -67,7 +67,7 @@ def test_one_that_nobody_is_left_to_remove_goes_when_the_next_is_made(tmp_path: 
     (tmp_path / "autotune-scratch-link").symlink_to(theirs)
     try:
         for path in (left, theirs):
-            # As if they had been made long ago.
+            # As if they had been created long ago.
             (lock,) = path.glob("*.lock")
             os.utime(lock, (time.time() - 1000, time.time() - 1000))
         ScratchFolder(tmp_path).close()

@@ -1,4 +1,4 @@
-"""Settings of an attached run are checked when they are made, and are refused where they do not belong."""
+"""Tests of the settings of attached runs: checked on construction, and rejected in the wrong place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = [item.name for item in dataclasses.fields(Settings)]
 
 
 class OfAFramework(Attaches):
-    """Attach as the callbacks do, without a framework."""
+    """An attachment as the callbacks make it, without a framework."""
 
     framework = "no framework"
 
@@ -52,7 +52,7 @@ class ThatTunesK(OfAFramework):
         ),
     ],
 )
-def test_a_wrong_setting_is_refused_in_one_line(wrong: dict[str, Any], said: str) -> None:
+def test_invalid_setting_is_rejected_in_one_line(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(AttachError, match=f"settings: {said}") as caught:
         Settings(**wrong)
     assert "\n" not in str(caught.value)
@@ -70,7 +70,7 @@ def test_settings_are_frozen_and_each_is_documented() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_setting_among_the_arguments_is_told_its_place(name: str) -> None:
+def test_setting_passed_as_a_keyword_argument_is_rejected_with_its_place(name: str) -> None:
     model = deep_gpt()
     said = rf"attach: {name} is a setting \(allowed: settings=Settings\({name}=...\)\)"
     with pytest.raises(AttachError, match=said):
@@ -79,7 +79,7 @@ def test_a_setting_among_the_arguments_is_told_its_place(name: str) -> None:
         OfAFramework(**{name: None})
 
 
-def test_any_other_argument_is_as_unexpected_as_ever_and_the_signature_shows_none_of_this() -> None:
+def test_other_unexpected_arguments_raise_the_usual_error() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'unit'"):
         autotune.attach(unit=["a"])  # type: ignore[call-arg]
     shown = inspect.signature(autotune.attach).parameters
@@ -87,7 +87,7 @@ def test_any_other_argument_is_as_unexpected_as_ever_and_the_signature_shows_non
     assert not {*NAMES, "kwargs"} & set(shown)
 
 
-def test_only_the_named_units_are_tuned_under_the_given_name() -> None:
+def test_only_the_named_units_are_tuned_and_the_model_gets_the_given_name() -> None:
     settings = Settings(units=["blocks.1", "blocks.2"], name="mine")
     limits = {"memory_budget_bytes": 10**9, "limits": RESTLESS}
     tuned = train(deep_gpt, token_batches, gpt_loss, 20, policy=Wanders(), settings=settings, **limits)
@@ -95,7 +95,7 @@ def test_only_the_named_units_are_tuned_under_the_given_name() -> None:
     assert (first["model"], first["units"]) == ("mine", ["blocks.1", "blocks.2"])
 
 
-def test_a_framework_takes_the_same_object_and_refuses_what_it_fixes() -> None:
+def test_framework_accepts_settings_and_rejects_those_that_it_fixes() -> None:
     tuner = OfAFramework("exact", runs_dir=None, settings=Settings(units=["blocks.1"])).begin()
     assert list(tuner._facts.space.recomputable) == ["blocks.1"]
     tuner.detach()

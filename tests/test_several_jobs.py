@@ -1,4 +1,4 @@
-"""One comparison on several jobs: its interval is stratified, and it can be taken up."""
+"""Tests of comparing on several jobs: stratified intervals, and resumption."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def document(job: str, times: dict[str, list[float | None]], **entries: dict[str
     }
 
 
-def test_each_job_counts_alike_and_what_fails_on_one_fails_together() -> None:
+def test_each_job_has_equal_weight_and_failures_on_one_job_count() -> None:
     one = document("one", {"baseline": [10.0] * 4, "a": [5.0, 5.1, 4.9, 5.0], "b": [1.0] * 4})
     two = document("two", {"baseline": [1.0] * 2, "a": [2.0, 2.0], "b": [1.0] * 2})
     first, second = together([one, two])
@@ -53,7 +53,7 @@ def test_each_job_counts_alike_and_what_fails_on_one_fails_together() -> None:
     assert not entry["non_inferior"]
 
 
-def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
+def test_several_jobs_are_compared_by_one_command_that_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = comparison_campaign.compare
@@ -73,7 +73,7 @@ def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
     first = next(tmp_path.glob("*-compare-tiny-*"))
     assert (first / "comparison.json").is_file()
     capsys.readouterr()
-    # Code is loaded on the caller's word alone.
+    # Only the caller can name code to be loaded.
     assert run(["resume", str(folder), "--job", JOBS[0]]) == 2
     assert "is code, which is not loaded because only the run's own files request it" in capsys.readouterr().err
     assert run(["resume", str(folder), "--job", JOBS[0], "--job", JOBS[1], "--json"]) == 0
@@ -84,7 +84,7 @@ def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
     assert found["together"][0]["verdict"] in ("faster", "slower", "no difference shown", "not comparable")
     assert RunDirectory.open(folder).read("jobs.json") == found
     assert commands.resume(folder) == found
-    # The baseline was compared with itself, on both.
+    # The baseline was compared with itself on both jobs.
     gates = [RunDirectory.open(Path(entry["run"])).read("comparison.json")["gate"] for entry in found["jobs"]]
     assert [gate["arm"] for gate in gates] == [GATE, GATE]
     assert [gate["samples_ratio"] for gate in gates] == [1, 1]
@@ -99,7 +99,7 @@ def test_several_jobs_are_compared_by_one_command_and_taken_up_where_it_stopped(
         ([JOBS[0], "nowhere", "--arms", "paper"], "nowhere"),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_invalid_input_is_one_line(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["compare", *arguments, "--runs-dir", str(tmp_path / "runs")]) == 2
@@ -109,7 +109,7 @@ def test_wrong_input_is_one_line(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_campaign_is_not_taken_up_on_another_device(
+def test_campaign_is_not_resumed_on_another_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     request = CompareRequest(job="digits", arms=["baseline", "paper"], seeds=[1, 2], steps=60)

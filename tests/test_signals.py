@@ -1,4 +1,4 @@
-"""A signal that asks the command line to end is one line, its own exit code, and the end of all that was started."""
+"""Tests of signals to the command line: one line, the signal's exit code, and the end of all child processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.cli.signals import EndedError, end_in_order
 
 
 def started(runs: Path, *before: str) -> subprocess.Popen[str]:
-    """Return a tuning that is measuring plans in a child of its own."""
+    """Return a running tuning that measures plans in a child process."""
     process = subprocess.Popen(
         [
             *before,
@@ -42,12 +42,12 @@ def started(runs: Path, *before: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
-def test_it_ends_with_one_line_and_the_signals_exit_code_though_it_is_asked_twice(
+def test_command_ends_with_one_line_and_the_signal_exit_code_even_if_signalled_twice(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     process = started(tmp_path)
     process.send_signal(number)
-    # As ``timeout`` does it.
+    # As ``timeout`` does.
     os.killpg(process.pid, number)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + number
@@ -57,7 +57,7 @@ def test_it_ends_with_one_line_and_the_signals_exit_code_though_it_is_asked_twic
 
 
 @pytest.mark.slow
-def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     process = started(tmp_path, "nohup")
     process.send_signal(signal.SIGHUP)
     trials = next(iter(tmp_path.glob("*-tune-*/trials.jsonl")))
@@ -81,19 +81,19 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.S
 """
 
 
-def test_what_a_job_forked_ends_as_it_would_without_this() -> None:
+def test_process_forked_by_a_job_keeps_the_default_signal_handling() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_is_under_way_is_left_by_an_exception() -> None:
+def test_signal_raises_an_exception_once() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         end_in_order()
         with pytest.raises(EndedError, match="ended by SIGTERM") as caught:
             os.kill(os.getpid(), signal.SIGTERM)
         assert caught.value.code == 143
-        # The same request, once more.
+        # The same signal again.
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         for number, handler in before.items():

@@ -1,4 +1,4 @@
-"""Simulated runs through Gymnasium: the world in which the shipped policy is trained, and nothing else."""
+"""Tests of the Gymnasium environments of simulated runs, in which the shipped policy is trained."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def rollout(env: SimulatedVectorEnv, seed: int, steps: int) -> list[tuple]:
     return [env.step(env.action_space.sample()) for _ in range(steps)]
 
 
-def test_conditions_move_as_the_shipped_policys_recipe_says() -> None:
+def test_conditions_change_as_the_recipe_of_the_shipped_policy_says() -> None:
     assert read_recipe(RECIPE).strengths == RECORDED
 
 
-def test_runs_are_those_that_the_policy_is_trained_in() -> None:
+def test_runs_equal_those_that_the_policy_is_trained_on() -> None:
     jobs = some_jobs()
     seen, moving = SimulatedVectorEnv(jobs, 8, windows=6, seed=3), MovingEnv(jobs, RECORDED, 8, windows=6, seed=3)
     observation, _ = seen.reset(seed=5)
@@ -69,7 +69,7 @@ def test_observations_stay_in_their_space_and_repeat_under_one_seed() -> None:
     assert any((first[1] != third[1]).any() for first, third in zip(one, other, strict=True))
 
 
-def test_one_run_alone_is_a_lane_of_many_and_passes_gymnasiums_checker() -> None:
+def test_single_run_equals_a_lane_of_many_and_passes_the_gymnasium_checker() -> None:
     jobs = some_jobs()
     alone, lane = SimulatedEnv(jobs, windows=5), SimulatedVectorEnv(jobs, 1, windows=5)
     check_env(SimulatedEnv(jobs, windows=5), skip_render_check=True)
@@ -85,7 +85,7 @@ def test_one_run_alone_is_a_lane_of_many_and_passes_gymnasiums_checker() -> None
         alone.step(action)
 
 
-def test_neutral_levers_win_nothing_over_the_planner_alone() -> None:
+def test_neutral_levers_save_no_time_over_the_planner() -> None:
     env = SimulatedVectorEnv(some_jobs(), 8, windows=10)
     env.reset(seed=1)
     assert levers_of(neutral_actions(1)).stickiness == 1.0
@@ -93,7 +93,7 @@ def test_neutral_levers_win_nothing_over_the_planner_alone() -> None:
         np.testing.assert_allclose(env.step(neutral_actions(8))[1], 0.0, atol=1e-6)
 
 
-def test_gymnasium_makes_them_and_stable_baselines_trains_in_them() -> None:
+def test_gymnasium_make_works_and_stable_baselines_trains_in_the_environment() -> None:
     env = gymnasium.make_vec("autotune/Simulated-v0", num_envs=3, vectorization_mode="vector_entry_point", windows=4)
     assert env.reset(seed=0)[0]["run"].shape[0] == 3
     env.close()
@@ -108,7 +108,7 @@ def test_gymnasium_makes_them_and_stable_baselines_trains_in_them() -> None:
     "action",
     [np.zeros((2, 5)), np.full((2, 6), 99), np.full((2, 6), -1), np.full((2, 6), 0.5), np.full((2, 6), np.nan)],
 )
-def test_actions_outside_are_refused(action: np.ndarray) -> None:
+def test_actions_outside_the_space_are_rejected(action: np.ndarray) -> None:
     env = SimulatedVectorEnv(some_jobs(), 2, windows=4)
     env.reset(seed=0)
     with pytest.raises(InputError, match="action"), np.errstate(invalid="ignore"):
@@ -116,6 +116,6 @@ def test_actions_outside_are_refused(action: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"num_envs": 0}, {"windows": 0}, {"jobs": []}])
-def test_numbers_below_one_are_refused(changes: dict) -> None:
+def test_numbers_below_one_are_rejected(changes: dict) -> None:
     with pytest.raises(InputError, match="below 1"):
         SimulatedVectorEnv(**{"jobs": some_jobs(2), "num_envs": 2, **changes})

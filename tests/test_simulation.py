@@ -1,4 +1,4 @@
-"""The simulated engine of these tests: it costs what profiles say, and converges as its model says."""
+"""Tests of the simulated engine: costs follow the profile, convergence follows the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def some_jobs(count: int = 6, seed: int = 0, **changes: object):
     return [draw_job(generator, depth=(2, 9), precisions=THREE, **changes) for _ in range(count)]
 
 
-def test_in_a_still_world_a_window_costs_what_the_profile_says() -> None:
+def test_window_under_constant_conditions_costs_what_the_profile_predicts() -> None:
     for job in some_jobs():
         engine = SimulatedEngine(job)
         plan = job.profile.space.sample(np.random.default_rng(1))
@@ -34,7 +34,7 @@ def test_in_a_still_world_a_window_costs_what_the_profile_says() -> None:
         assert window.failure is None
 
 
-def test_a_run_takes_the_steps_that_the_convergence_model_says() -> None:
+def test_run_takes_the_steps_that_the_convergence_model_predicts() -> None:
     for job in some_jobs(seed=3):
         engine = SimulatedEngine(job)
         steps = 0
@@ -44,7 +44,7 @@ def test_a_run_takes_the_steps_that_the_convergence_model_says() -> None:
         assert steps == pytest.approx(expected, rel=0.05, abs=2)
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+def test_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     (job,) = some_jobs(1)
 
     def run(seed: int):
@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     assert run(5) != run(6)
 
 
-def test_precision_that_spoils_the_gradient_slows_convergence_but_not_steps() -> None:
+def test_precision_that_degrades_the_gradient_slows_convergence_but_not_steps() -> None:
     (job,) = some_jobs(1)
     spoilt = {unit.name: {"bf16": 0.5} for unit in job.profile.units}
     job = dataclasses.replace(job, convergence=dataclasses.replace(job.convergence, squared_errors=spoilt))
@@ -68,7 +68,7 @@ def test_precision_that_spoils_the_gradient_slows_convergence_but_not_steps() ->
     assert losses[1] > losses[0]
 
 
-def test_noise_scale_estimates_lag_but_come_right_in_a_world_without_error() -> None:
+def test_noise_scale_estimates_lag_but_converge_without_measurement_error() -> None:
     (job,) = some_jobs(1, seed=2)
     simulation = Simulation([job])
     simulation.begin(np.zeros(1, dtype=np.int64))
@@ -96,7 +96,7 @@ def test_events_change_length_budget_and_noise() -> None:
     assert all(0.5 <= length <= 1.5 and 0.8e12 <= budget <= 1.25e12 for length, budget, _ in seen)
 
 
-def test_the_single_environment_runs_on_a_simulated_engine() -> None:
+def test_single_environment_runs_on_a_simulated_engine() -> None:
     import tiny_job
 
     from autotune.gym.job_env import TuningEnv

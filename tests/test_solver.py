@@ -1,4 +1,4 @@
-"""The exact solver against brute force, and its laws."""
+"""Tests of the exact solver against brute force, and of its laws."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ def assert_exact(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_optimum_is_that_of_brute_force(seed: int):
+def test_optimum_matches_brute_force(seed: int):
     assert_exact(drawn(seed, 1 + seed % 2, identical=seed % 3 == 0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
-def test_the_optimum_is_that_of_brute_force_up_to_five_units(seed: int):
-    # An embedding and a head come on top of the recomputable units.
+def test_optimum_matches_brute_force_up_to_five_units(seed: int):
+    # An embedding and a head are added to the recomputable units.
     assert_exact(drawn(1000 + seed, 1 + seed % 3, identical=seed % 4 == 0))
 
 
 @settings(max_examples=20)
 @given(seeds, st.floats(0.3, 0.9), st.floats(1.0, 1.5))
-def test_a_larger_budget_never_has_a_slower_optimum(seed: int, share: float, more: float):
+def test_larger_budget_never_has_a_slower_optimum(seed: int, share: float, more: float):
     profile = drawn(seed, 4)
     budget = int(share * peak_bytes(profile, profile.space.baseline()))
     try:
@@ -88,7 +88,7 @@ def test_a_larger_budget_never_has_a_slower_optimum(seed: int, share: float, mor
 
 @settings(max_examples=10)
 @given(seeds)
-def test_the_front_falls_from_the_smallest_plan_to_the_fastest(seed: int):
+def test_pareto_front_falls_from_the_smallest_plan_to_the_fastest(seed: int):
     profile = drawn(seed, 4)
     front = pareto_front(profile, points=6)
     assert front[0].peak_bytes <= smallest(profile).peak_bytes * (1 + 2 * SAFETY_MARGIN)
@@ -99,7 +99,7 @@ def test_the_front_falls_from_the_smallest_plan_to_the_fastest(seed: int):
     )
 
 
-def test_a_budget_that_no_plan_meets_names_the_smallest_one_that_can_be_met():
+def test_unreachable_budget_error_names_the_smallest_reachable_one():
     profile = drawn(1, 3)
     with pytest.raises(
         BudgetError, match=r"the smallest plan \(k=.*\) needs more \(allowed: at least \d+ bytes"
@@ -109,7 +109,7 @@ def test_a_budget_that_no_plan_meets_names_the_smallest_one_that_can_be_met():
     assert solve(profile, needed).peak_bytes <= needed
 
 
-def test_memory_can_be_weighed_instead_of_bounded():
+def test_memory_can_be_weighted_instead_of_bounded():
     profile = drawn(2, 4)
     fast = solve(profile)
     lean = solve(profile, goal=Goal(weights=Weights(time=0.1, memory=1.0)))
@@ -117,7 +117,7 @@ def test_memory_can_be_weighed_instead_of_bounded():
     assert lean.seconds_per_step >= fast.seconds_per_step
 
 
-def test_the_price_of_memory_is_what_more_of_it_saves():
+def test_price_of_memory_is_the_time_saved_by_more_memory():
     profile = drawn(4, 6)
     budget = int(0.5 * (smallest(profile).peak_bytes + solve(profile).peak_bytes))
     priced = with_shadow_price(profile, solve(profile, budget), budget)
@@ -126,7 +126,7 @@ def test_the_price_of_memory_is_what_more_of_it_saves():
     assert free.shadow_price == 0
 
 
-def test_under_adaptive_batching_a_small_noise_scale_makes_a_large_batch_worth_less():
+def test_small_noise_scale_lowers_the_value_of_a_large_batch_under_adaptive_batching():
     profile = drawn(6, 3, batching="adaptive")
     assert solve(profile, goal=Goal(noise_scale=1e-3)).plan.accumulation_steps == 1
     assert solve(profile, goal=Goal(noise_scale=1e9)).objective <= solve(profile, goal=Goal(noise_scale=1e-3)).objective
@@ -134,7 +134,7 @@ def test_under_adaptive_batching_a_small_noise_scale_makes_a_large_batch_worth_l
 
 @settings(max_examples=20)
 @given(seeds, st.sampled_from(SHARES))
-def test_greedy_fits_and_is_never_better_than_exact(seed: int, share: float):
+def test_greedy_plan_fits_and_is_never_better_than_exact(seed: int, share: float):
     profile = drawn(seed, 4)
     budget = int(share * peak_bytes(profile, profile.space.baseline()))
     try:
@@ -145,18 +145,18 @@ def test_greedy_fits_and_is_never_better_than_exact(seed: int, share: float):
     assert seconds_per_step(profile, plan) >= solve(profile, budget).seconds_per_step * (1 - 1e-9)
 
 
-def test_a_planner_proposes_the_optimum_first():
+def test_planner_proposes_the_optimum_first():
     profile = drawn(7, 4)
     budget = int(0.6 * peak_bytes(profile, profile.space.baseline()))
     assert close_plans(profile, budget, Goal())[0] == solve(profile, budget).plan
     solutions = solve_each(profile, budget)
     close = [solution.plan for solution in solutions if solution.objective <= 1.1 * solutions[0].objective]
-    # What is predicted to be much slower is not measured: it could win by noise alone.
+    # Plans predicted to be much slower are not measured, because they could win only by noise.
     assert close_plans(profile, budget, Goal()) == close
     assert METHODS["greedy"].plans(profile, budget, Goal()) == [greedy_plan(profile, budget, Goal())]
 
 
-def test_an_unknown_noise_scale_does_not_make_large_batches_look_free():
+def test_unknown_noise_scale_does_not_make_large_batches_look_free():
     profile = drawn(5, 3, batching="adaptive")
     one_batch = Goal(noise_scale=float(profile.batch_size))
     assert solve(profile).plan == solve(profile, goal=one_batch).plan
@@ -164,14 +164,14 @@ def test_an_unknown_noise_scale_does_not_make_large_batches_look_free():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_unit_that_may_not_be_recomputed_is_saved_though_recomputing_it_was_measured(seed: int):
+def test_nonrecomputable_unit_is_saved_even_if_recomputing_it_was_measured(seed: int):
     profile = drawn(seed, 3)
     locked = next(index for index, unit in enumerate(profile.units) if unit.recomputable)
     units = [replace(unit, recomputable=unit.recomputable and i != locked) for i, unit in enumerate(profile.units)]
     assert_exact(replace(profile, units=tuple(units)))
 
 
-def test_a_solver_that_runs_late_still_has_a_plan(monkeypatch: pytest.MonkeyPatch):
+def test_solver_that_times_out_still_returns_a_plan(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(solver, "_TIME_LIMIT_S", 0.0)
     profile = drawn(3, 12)
     least = smallest(profile)

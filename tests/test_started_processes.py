@@ -1,4 +1,4 @@
-"""Processes that this package starts take no library from the working directory, and find jobs that lie there."""
+"""Tests that child processes import no library from the working directory, but find jobs there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import test_train
 import tiny_job
 
 TESTS = Path(__file__).parent
-# What some process on the way imports, before or after its own first line; Python itself looks for the last two.
+# Modules that child processes import, before or after their first line; Python itself imports the last two.
 LIBRARIES = (
     "csv",
     "json",
@@ -85,7 +85,7 @@ assert not folder.exists()
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """Return a folder with a file for each library that leaves a mark when it runs, and with a job."""
+    """Return a folder with a job and a fake of each library that leaves a mark when imported."""
     for name in LIBRARIES:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
     (tmp_path / "jobs").mkdir()
@@ -104,7 +104,7 @@ def hostile(tmp_path: Path) -> Path:
     ],
     ids=["isolated engine", "ranks", "profile", "follower", "seeds", "scratch folder"],
 )
-def test_no_process_takes_a_library_from_the_working_directory(script: str, hostile: Path) -> None:
+def test_child_processes_import_no_library_from_the_working_directory(script: str, hostile: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONSAFEPATH", None)
     (hostile / "elsewhere").mkdir()

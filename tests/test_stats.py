@@ -1,4 +1,4 @@
-"""Statistics: each interval and test against its own laws, and against an independent computation."""
+"""Tests of statistics: intervals and tests against their laws and independent computations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autotune.stats import (
 )
 
 
-def test_mean_interval_is_students_and_a_constant_is_a_point() -> None:
+def test_mean_interval_is_student_t_and_a_constant_gives_a_point() -> None:
     values = [1.0, 2.0, 4.0, 3.0]
     expected = stats.t.interval(0.95, 3, loc=2.5, scale=stats.sem(values))
     assert mean_interval(values, 0.95) == pytest.approx(expected)
@@ -34,7 +34,7 @@ def test_mean_interval_is_students_and_a_constant_is_a_point() -> None:
     assert mean_upper_bound(values, 0.95) == pytest.approx(2.5 + stats.t.ppf(0.95, 3) * stats.sem(values))
 
 
-def test_bca_interval_follows_a_skew_that_students_interval_ignores() -> None:
+def test_bca_interval_follows_a_skew_that_the_student_t_interval_ignores() -> None:
     values = [0.0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 2.0, 3.0]
     found, student = mean_interval_bca(values, 0.95), mean_interval(values, 0.95)
     assert found is not None
@@ -58,11 +58,11 @@ def test_sign_flip_test_of_many_values_is_never_zero() -> None:
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=12))
-def test_interval_of_one_stratum_is_students(values: list[float]) -> None:
+def test_interval_of_one_stratum_is_student_t(values: list[float]) -> None:
     assert stratified_mean_interval([values], 0.95)[1:] == pytest.approx(mean_interval(values, 0.95), abs=1e-9)
 
 
-def test_stratified_interval_has_its_coverage_though_strata_differ_in_variance() -> None:
+def test_stratified_interval_has_its_coverage_if_strata_differ_in_variance() -> None:
     generator, covered = np.random.default_rng(0), 0
     for _ in range(1000):
         strata = [generator.normal(mean, spread, 8).tolist() for mean, spread in ((-1.0, 0.01), (0.5, 0.3), (2.0, 1.0))]
@@ -71,7 +71,7 @@ def test_stratified_interval_has_its_coverage_though_strata_differ_in_variance()
     assert 925 <= covered <= 975
 
 
-def test_clustered_interval_contains_the_mean_and_widens_where_a_cluster_agrees() -> None:
+def test_clustered_interval_contains_the_mean_and_widens_if_clusters_agree() -> None:
     generator = np.random.default_rng(0)
     job = np.repeat(np.arange(20), 10)
     alone = generator.standard_normal((4, 200))
@@ -90,9 +90,9 @@ def test_clustered_interval_contains_the_mean_and_widens_where_a_cluster_agrees(
     assert few[1] - few[0] < widths[0]
 
 
-def test_median_interval_of_equal_values_is_a_point_and_starts_are_drawn_again() -> None:
+def test_median_interval_of_equal_values_is_a_point_and_starts_are_resampled() -> None:
     assert median_interval([1.0] * 5) == (1.0, 1.0)
-    # Two starts that differ are two values, however often each was measured.
+    # Two different starts are two values, however often each was measured.
     assert median_interval([1.0] * 5 + [2.0] * 5, starts=2) == (1.0, 2.0)
     assert median_interval([1.0, 1.1, 1.2] * 20)[0] > 1.0
 
@@ -109,18 +109,18 @@ def test_paired_ratio_has_its_median_within_its_interval(pairs: list[tuple[float
     assert found["ratio_median"] * (1 - 1e-12) <= high <= max(ratios) * (1 + 1e-12)
 
 
-def test_ratio_of_totals_that_are_proportional_is_a_point() -> None:
+def test_ratio_of_proportional_totals_is_a_point() -> None:
     assert total_ratio_interval([2.0, 4.0, 8.0], [1.0, 2.0, 4.0]) == (2.0, 2.0)
     low, high = total_ratio_interval([2.0, 4.0, 9.0], [1.0, 2.0, 4.0])
     assert low <= 15 / 7 <= high
 
 
-def test_mean_of_a_single_value_has_a_point_as_its_interval() -> None:
+def test_interval_of_a_single_value_is_a_point() -> None:
     assert mean_with_interval([2.0]) == {"mean": 2.0, "ci95": [2.0, 2.0], "values": [2.0]}
     assert mean_with_interval([1.0, 3.0])["ci95"] == list(mean_interval([1.0, 3.0]))
 
 
-def test_median_is_known_as_long_as_most_values_are() -> None:
+def test_median_is_known_if_most_values_are() -> None:
     assert censored_median([10, 20, None]) == 20
     assert censored_median([10, None, None]) is None
     assert censored_median([10, None]) is None

@@ -1,4 +1,4 @@
-"""Stepping: however a step is cut, the optimizer gets the gradient of the whole, or nothing."""
+"""Tests of stepping: the optimizer gets the gradient of the whole batch however it is split."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IGNORED = -100
 
 
 @given(st.integers(1, 40), st.integers(1, 50))
-def test_pieces_are_even_to_one_sample_in_order_and_complete(samples, pieces):
+def test_pieces_differ_by_at_most_one_sample_and_are_complete_and_in_order(samples, pieces):
     batch = torch.arange(samples)
     cut = split(batch, pieces)
     sizes = [len(piece) for piece in cut]
@@ -40,7 +40,7 @@ def test_pieces_are_even_to_one_sample_in_order_and_complete(samples, pieces):
 
 
 @given(st.integers(1, 40), st.integers(1, 50))
-def test_memory_is_that_of_the_batch_over_k_rounded_up(samples, pieces):
+def test_largest_piece_is_the_batch_over_k_rounded_up(samples, pieces):
     assert max(len(piece) for piece in split(torch.arange(samples), pieces)) == math.ceil(
         samples / min(pieces, samples)
     )
@@ -53,7 +53,7 @@ def test_pieces_are_views_not_copies():
     assert torch.equal(batch, torch.ones(4, 2))
 
 
-def test_one_piece_is_the_batch_itself():
+def test_single_piece_is_the_batch_itself():
     batch = {"inputs": torch.ones(3)}
     assert split(batch, 1) == [batch]
     assert split(batch, 1)[0] is batch
@@ -70,7 +70,7 @@ def test_one_piece_is_the_batch_itself():
     ],
     ids=["tuple", "list", "dict", "namedtuple", "nested"],
 )
-def test_a_piece_has_the_structure_of_its_batch_and_samples_stay_together(batch):
+def test_piece_has_the_structure_of_its_batch_and_keeps_samples_together(batch):
     shape = tree_flatten(batch)[1]
     for index, piece in enumerate(split(batch, 3)):
         assert type(piece) is type(batch)
@@ -81,7 +81,7 @@ def test_a_piece_has_the_structure_of_its_batch_and_samples_stay_together(batch)
         assert torch.equal(second, first * 10)
 
 
-def test_leaves_that_are_no_samples_pass_whole_to_every_piece():
+def test_values_that_are_not_per_sample_are_passed_whole_to_every_piece():
     table = torch.arange(5)
     scalar = torch.tensor(3.0)
     batch = {"inputs": torch.arange(6), "table": table, "scalar": scalar, "name": "x", "none": None, "k": 6}
@@ -93,7 +93,7 @@ def test_leaves_that_are_no_samples_pass_whole_to_every_piece():
 
 
 @pytest.mark.parametrize("batch", [torch.tensor(1.0), {}, (), None, "text", [1, 2], {"inputs": torch.ones(0, 3)}])
-def test_a_batch_without_samples_is_refused(batch):
+def test_batch_without_samples_is_rejected(batch):
     with pytest.raises(JobError, match=r"a batch has no samples \(allowed: tensors with samples in dimension 0\)"):
         num_samples(batch)
     with pytest.raises(JobError, match="a batch has no samples"):
@@ -110,7 +110,7 @@ def test_items_are_samples_unless_the_job_counts_them():
 
 
 @pytest.mark.parametrize("value", [0, 3, 3.0, np.int64(3), torch.tensor(3), torch.tensor([3.0])])
-def test_a_whole_number_of_any_type_is_a_count(value):
+def test_whole_number_of_any_type_is_a_valid_count(value):
     result = count_items(torch.ones(4), lambda batch: value)
     assert result == int(value)
     assert type(result) is int
@@ -134,13 +134,13 @@ def test_a_whole_number_of_any_type_is_a_count(value):
     ],
     ids=str,
 )
-def test_a_count_that_is_no_whole_number_is_refused_in_one_line(value):
+def test_count_that_is_not_a_whole_number_is_rejected_in_one_line(value):
     with pytest.raises(JobError, match=r"^count: count returned .* \(allowed: a whole number >= 0\)$"):
         count_items(torch.ones(4), lambda batch: value)
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8))
-def test_weights_are_the_shares_of_the_items(counts):
+def test_weights_are_proportional_to_the_items(counts):
     shares = weights(counts)
     if sum(counts) == 0:
         assert shares == [0.0] * len(counts)
@@ -160,7 +160,7 @@ def ragged_case(generator: np.random.Generator, dtype: torch.dtype) -> tuple[Per
     targets = torch.randint(width, (samples, length))
     targets[torch.rand(samples, length) < generator.uniform(0, 0.8)] = IGNORED
     if generator.random() < 0.5:
-        # Whole samples without items make whole pieces without items.
+        # Samples without items lead to pieces without items.
         targets[: int(generator.integers(samples + 1))] = IGNORED
     batch = {"inputs": torch.randn(samples, length, width, dtype=dtype), "nested": [targets], "table": [1, "x"]}
     return model, batch, int(generator.integers(1, samples + 3))
@@ -180,7 +180,7 @@ def accumulated(model: nn.Module, batch: Any, k: int, *, autocast: bool) -> tupl
     pieces = split(batch, k)
     counts = [count_items(piece, item_count) for piece in pieces]
     for piece, weight in zip(pieces, weights(counts), strict=True):
-        # A mean over no items is no number: such pieces have weight 0 and are left out.
+        # A mean over zero items is not a number, so such pieces have weight 0 and are left out.
         if weight > 0:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 loss = item_loss(model, piece)
@@ -196,7 +196,7 @@ def accumulated(model: nn.Module, batch: Any, k: int, *, autocast: bool) -> tupl
     [(torch.float64, False, 1e-12), (torch.float32, False, 1e-5), (torch.float32, True, 2e-2)],
     ids=["fp64", "fp32", "bf16"],
 )
-def test_the_accumulated_gradient_is_that_of_the_whole_batch_in_1000_ragged_cases(dtype, autocast, bound):
+def test_accumulated_gradient_equals_that_of_the_whole_batch_in_1000_uneven_cases(dtype, autocast, bound):
     generator = np.random.default_rng(0)
     errors, empty_pieces, short_batches, without_items, several = [], 0, 0, 0, 0
     while len(errors) < 1000:
@@ -219,7 +219,7 @@ def test_the_accumulated_gradient_is_that_of_the_whole_batch_in_1000_ragged_case
     assert several >= 500
 
 
-def test_a_mean_of_means_would_not_have_passed():
+def test_mean_of_means_would_differ():
     generator = np.random.default_rng(1)
     worst = 0.0
     for _ in range(50):
@@ -250,7 +250,7 @@ def with_gradient(update: Update, gradient: float) -> None:
     update.backward(sum((p * gradient).sum() for p in update.parameters), 1.0)
 
 
-def test_an_update_is_made_once_and_clears_the_gradients():
+def test_update_is_made_once_and_clears_the_gradients():
     model = Perceptron()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     update = update_of(model)
@@ -261,7 +261,7 @@ def test_an_update_is_made_once_and_clears_the_gradients():
         assert parameter.grad is None
 
 
-def test_the_norm_is_that_of_all_parameters_together():
+def test_norm_covers_all_parameters_together():
     model = Perceptron()
     update = update_of(model)
     with_gradient(update, 2.0)
@@ -284,7 +284,7 @@ def test_clipping_scales_the_gradient_by_the_factor_of_equation_12(size, limit):
             assert torch.equal(parameter.grad, old)
 
 
-def test_without_a_limit_nothing_is_clipped():
+def test_gradients_are_not_clipped_without_a_limit():
     model = Perceptron()
     update = update_of(model, clip_norm=None)
     with_gradient(update, 1e10)
@@ -294,7 +294,7 @@ def test_without_a_limit_nothing_is_clipped():
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_not_finite_never_reaches_a_weight(scaled, bad):
+def test_nonfinite_gradient_never_reaches_a_weight(scaled, bad):
     model = Perceptron()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     update = update_of(model, clip_norm=1.0)
@@ -313,7 +313,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_a_weight(scaled, bad):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_an_abandoned_step_changes_neither_weights_nor_the_scale(scaled):
+def test_abandoned_step_changes_neither_weights_nor_the_scale(scaled):
     model = Perceptron()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     update = update_of(model)
@@ -327,7 +327,7 @@ def test_an_abandoned_step_changes_neither_weights_nor_the_scale(scaled):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_without_a_single_backward_does_nothing(scaled):
+def test_step_without_a_backward_pass_does_nothing(scaled):
     model = Perceptron()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     update = update_of(model, clip_norm=1.0)
@@ -339,7 +339,7 @@ def test_a_step_without_a_single_backward_does_nothing(scaled):
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
-def test_discarding_forgets_what_was_accumulated():
+def test_discarding_clears_the_accumulated_gradients():
     model = Perceptron()
     update = update_of(model)
     with_gradient(update, 1.0)
@@ -349,7 +349,7 @@ def test_discarding_forgets_what_was_accumulated():
     assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in model.parameters())
 
 
-def test_the_state_of_the_scale_can_be_kept_and_put_back():
+def test_loss_scale_state_can_be_saved_and_restored():
     model = Perceptron()
     update = update_of(model, init_scale=8.0, growth_interval=2)
     update.scaled = True
@@ -369,7 +369,7 @@ def test_the_state_of_the_scale_can_be_kept_and_put_back():
     assert update.loss_scale == 8.0
 
 
-def test_parameters_without_gradient_take_no_part():
+def test_parameters_without_gradient_are_ignored():
     model = Perceptron()
     update = update_of(model, clip_norm=1.0)
     update.backward(model.layers[0].weight.sum(), 1.0)
@@ -381,7 +381,7 @@ def test_parameters_without_gradient_take_no_part():
     assert torch.equal(model.layers[1].weight, before)
 
 
-def test_a_batch_of_a_mapping_type_of_its_own_is_cut_and_keeps_its_type():
+def test_batch_of_a_custom_mapping_type_is_split_and_keeps_its_type():
     class Encoding(UserDict):
         pass
 
@@ -395,7 +395,7 @@ def test_a_batch_of_a_mapping_type_of_its_own_is_cut_and_keeps_its_type():
     assert batch["ids"].shape == (3, 2)
 
 
-def test_a_tensor_that_did_not_follow_the_batch_once_is_not_cut_where_its_length_is_the_batchs_by_chance():
+def test_tensor_that_once_differed_from_the_batch_size_is_never_split():
     whole = WholeTensors()
     scales = torch.arange(6)
     whole.note({"rows": torch.zeros(8, 2), "scales": scales})
@@ -404,7 +404,7 @@ def test_a_tensor_that_did_not_follow_the_batch_once_is_not_cut_where_its_length
     assert all(torch.equal(piece["scales"], scales) for piece in pieces)
 
 
-def test_tensors_that_always_had_their_batchs_length_are_cut():
+def test_tensors_that_always_matched_the_batch_size_are_split():
     whole = WholeTensors()
     for rows in (8, 6):
         whole.note([torch.zeros(rows, 2), torch.zeros(rows)])

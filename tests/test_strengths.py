@@ -1,3 +1,5 @@
+"""Tests of fitting the strengths of changing conditions: known strengths are recovered."""
+
 import json
 from pathlib import Path
 
@@ -32,7 +34,7 @@ def near(found, planted, factor=1.5):
 
 
 def wander(generator, windows, memory):
-    """An autoregressive series of unit variance, as the simulator draws it."""
+    """Return an autoregressive series of unit variance, as the simulator draws it."""
     values, keep = generator.standard_normal(windows), np.exp(-1 / memory)
     for place in range(1, windows):
         values[place] = keep * values[place - 1] + np.sqrt(1 - keep**2) * values[place]
@@ -66,7 +68,7 @@ def row(
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("planted", [0.1, 0.3])
-def test_the_error_of_the_noise_scale_is_recovered(seed, planted):
+def test_error_of_the_noise_scale_is_recovered(seed, planted):
     generator, windows, k, rows = np.random.default_rng(seed), 80, 4, []
     for window in range(windows):
         loss = 4.0 - 2.0 * window / windows
@@ -83,7 +85,7 @@ def test_the_error_of_the_noise_scale_is_recovered(seed, planted):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_fast_and_slow_changes_of_speed_are_told_apart(seed):
+def test_fast_and_slow_speed_changes_are_distinguished(seed):
     generator, windows, noise, drift = np.random.default_rng(seed), 200, 0.05, 0.1
     slow = {name: drift * wander(generator, windows, 12.0) for name in ("fp32", "bf16")}
     rows = []
@@ -96,11 +98,11 @@ def test_fast_and_slow_changes_of_speed_are_told_apart(seed):
     found = fit_times(rows)
     assert near(found["time_noise"], noise)
     assert near(found["drift"], drift)
-    # How long a speed is remembered is the least certain of all.
+    # The correlation time of the speed is the least certain value.
     assert near(found["drift_windows"], 12.0, factor=3.0)
 
 
-def test_speed_that_follows_the_batch_is_no_noise():
+def test_speed_that_depends_on_the_batch_is_not_counted_as_noise():
     generator = np.random.default_rng(0)
     sizes = 1000 * np.exp(0.3 * generator.standard_normal(100))
     rows = [
@@ -112,7 +114,7 @@ def test_speed_that_follows_the_batch_is_no_noise():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_lengths_are_recovered(seed):
-    # With 200 windows the memory's own sampling error is a quarter; a factor of 1.5 needs more of them.
+    # With 200 windows the sampling error of the correlation time is a quarter; a factor of 1.5 needs more.
     generator, windows = np.random.default_rng(seed), 600
     means = 1000 * np.exp(0.2 * wander(generator, windows, 4.0))
     longest = means * np.exp(0.1 * np.abs(generator.standard_normal(windows)))
@@ -126,7 +128,7 @@ def test_lengths_are_recovered(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("error", "common"), [(0.1, 0.6), (0.3, 0.5)])
-def test_what_units_cost_is_recovered(seed, error, common):
+def test_cost_errors_of_units_are_recovered(seed, error, common):
     generator, costs = np.random.default_rng(seed), []
     for _ in range(16):
         together, alone = generator.standard_normal((1, 2)), generator.standard_normal((8, 2))
@@ -141,12 +143,12 @@ def test_what_units_cost_is_recovered(seed, error, common):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_cost_of_a_switch_is_recovered(seed):
+def test_cost_of_a_switch_is_recovered(seed):
     generator, planted, rows = np.random.default_rng(seed), 0.2, []
     for window in range(60):
         name, switched = ("fp32", "bf16")[window // 2 % 2], window and window % 2 == 0
         seconds = {"fp32": 1.0, "bf16": 0.5}[name]
-        # Sampling a gradient costs something in every window.
+        # Sampling a gradient takes time in every window.
         total = 5 * seconds + 0.3 + switched * planted * 5.0 + 0.05 * generator.standard_normal()
         rows.append(row(window, precision=name, seconds=seconds, total=total))
     found = fit_switch(rows)
@@ -155,7 +157,7 @@ def test_the_cost_of_a_switch_is_recovered(seed):
     assert found.count == 29
 
 
-def test_what_rows_do_not_show_is_left_out():
+def test_mechanisms_absent_from_the_rows_are_left_out():
     rows = [row(n, seconds=1.0 + 0.01 * (n % 3)) for n in range(20)]
     found = fit(rows, batch_size=BATCH, adaptive=False)
     assert {"noise_error", "length", "jitter", "switch_windows", "cost_error"}.isdisjoint(found.found())
@@ -164,7 +166,7 @@ def test_what_rows_do_not_show_is_left_out():
 
 
 @pytest.mark.parametrize("name", ["charlm", "charlm_ragged", "digits"])
-def test_the_recorded_runs_give_finite_numbers(name):
+def test_recorded_runs_give_finite_numbers(name):
     path = TRACES / f"{name}-run.jsonl"
     assert path.stat().st_size < 150_000
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -173,12 +175,12 @@ def test_the_recorded_runs_give_finite_numbers(name):
     found = fit(rows, batch_size=batch, adaptive=adaptive).found()
     assert {"noise_error", "time_noise", "switch_windows"} <= set(found)
     assert all(np.isfinite(fitted.value) and fitted.count > 0 for fitted in found.values())
-    # A switch may cost less than can be seen.
+    # The cost of a switch may be too small to detect.
     assert all(fitted.value > 0 for field, fitted in found.items() if field != "switch_windows")
     assert found["switch_windows"].value >= 0
 
 
-def test_a_recording_holds_every_window(tmp_path):
+def test_recording_contains_every_window(tmp_path):
     job = perceptron_job()
     plans = schedule(TorchEngine(job).space, 4, stay=1)
     rows = record(job, plans, steps=7, window_steps=2, seed=0)
@@ -190,6 +192,6 @@ def test_a_recording_holds_every_window(tmp_path):
     assert set(read_trace(tmp_path / "run.jsonl")) == set(plans)
 
 
-def test_nothing_to_record_is_refused():
+def test_empty_recording_is_rejected():
     with pytest.raises(ValueError, match="0 plans"):
         record(perceptron_job(), [], steps=5, window_steps=5, seed=0)

@@ -1,4 +1,4 @@
-"""Switching plans during a run: what must not change does not, to the last bit, and counts are exact."""
+"""Tests of switching plans during a run: bit-identical results and exact counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SWITCHES = 1000
 
 
 def switched_and_plain(job: Job, precision: Precision) -> None:
-    """Train twice, once with another random storage before every step, and compare everything."""
+    """Train twice, once with random storage changes before every step, and compare all states."""
     plain, switched = (TorchEngine(job, seed=3, options=UNMETERED) for _ in range(2))
     base = plain.space.plan(accumulation_steps=1, precision=precision)
     plain.apply(base)
@@ -45,7 +45,7 @@ def switched_and_plain(job: Job, precision: Precision) -> None:
         assert first.failure is None
         if step % 100 == 99:
             assert differences(training_state(plain), training_state(switched)) == [], f"step {step}"
-    # The switches happened, and each recomputed what it should.
+    # The switches happened, and each recomputed the right units.
     assert sum(one != other for one, other in pairwise(plans)) >= SWITCHES / 2
     counted = switched.recomputations()
     assert {name: counted[name] for name in expected_counts} == expected_counts
@@ -71,7 +71,7 @@ def test_backward_recomputes_once_per_micro_batch():
     engine.run(3)
     assert engine.recomputations()["blocks.1"] == 12
     calls = [block.num_calls - old for block, old in zip(engine.model.blocks, before, strict=True)]
-    # What the recomputation counts is forgotten, as if there had been none.
+    # Counters updated by recomputation are restored.
     assert calls == [12, 12, 12]
 
 
@@ -103,7 +103,7 @@ def test_micro_batch_counts_are_exact_over_10000_random_switches_of_k():
     assert engine.progress.steps == engine.progress.batches == 10_000
 
 
-def test_adaptive_batching_consumes_k_batches_a_step_over_1000_random_switches_of_k():
+def test_adaptive_batching_consumes_k_batches_per_step_over_1000_random_switches_of_k():
     calls: list[int] = []
     engine = TorchEngine(counting_job(calls, batching="adaptive"), options=UNMETERED)
     generator = np.random.default_rng(0)
@@ -119,7 +119,7 @@ def test_adaptive_batching_consumes_k_batches_a_step_over_1000_random_switches_o
     assert engine.progress.batches == consumed
 
 
-def test_switching_k_under_fixed_batching_keeps_the_course_of_training():
+def test_switching_k_under_fixed_batching_does_not_change_training():
     def course(switching: bool) -> dict[str, torch.Tensor]:
         job = perceptron_job(model=lambda: perceptron_job().model().double(), batches=double_batches)
         engine = TorchEngine(job, options=UNMETERED)

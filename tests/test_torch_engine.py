@@ -1,4 +1,4 @@
-"""The torch engine: it trains as a plain loop would, under any plan, and touches nothing else."""
+"""Tests of the torch engine: it trains like a plain loop under any plan and has no side effects."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def with_k(engine: TorchEngine, k: int) -> TorchEngine:
 # ------------------------------------------------------------------------------------------- a plain training loop
 
 
-def test_the_baseline_trains_bit_for_bit_as_a_plain_loop_does():
+def test_baseline_trains_bit_for_bit_like_a_plain_loop():
     job = gpt_job(clip_norm=0.5)
     engine = engine_of(job, seed=7)
     losses = [engine.run(1).loss for _ in range(6)]
@@ -74,17 +74,17 @@ def test_the_baseline_trains_bit_for_bit_as_a_plain_loop_does():
             optimizer.step()
             optimizer.zero_grad()
             expected.append(loss.item())
-    # Clipping took part.
+    # Clipping was active.
     assert max(norms) > 0.5
     assert losses == pytest.approx(expected, rel=1e-7)
     assert differences(dict(model.named_parameters()), dict(engine.model.named_parameters())) == []
 
 
-def test_an_engine_is_an_engine():
+def test_torch_engine_satisfies_the_engine_protocol():
     assert isinstance(engine_of(perceptron_job()), Engine)
 
 
-def test_equal_seeds_train_equally_and_other_seeds_otherwise():
+def test_equal_seeds_train_identically_and_different_seeds_differently():
     states = []
     for seed in (3, 3, 4):
         engine = engine_of(gpt_job(), seed=seed)
@@ -94,7 +94,7 @@ def test_equal_seeds_train_equally_and_other_seeds_otherwise():
     assert "tensor head.weight" in differences(states[0], states[2])
 
 
-def test_windows_of_any_length_train_equally():
+def test_windows_of_any_length_train_identically():
     long, short = engine_of(gpt_job(), statistics_every=1000), engine_of(gpt_job(), statistics_every=1000)
     long.run(6)
     for steps in (1, 3, 2):
@@ -102,12 +102,12 @@ def test_windows_of_any_length_train_equally():
     assert differences(training_state(long), training_state(short)) == []
 
 
-def test_a_window_of_no_steps_measures_nothing():
+def test_window_of_zero_steps_measures_nothing():
     measured = engine_of(perceptron_job()).run(0)
     assert (measured.steps, measured.samples, measured.loss, measured.failure) == (0, 0, None, None)
 
 
-def test_a_window_reports_what_it_ran():
+def test_window_reports_what_it_ran():
     engine = with_k(engine_of(perceptron_job()), 2)
     measured = engine.run(6)
     assert (measured.steps, measured.samples, measured.items) == (6, 48, 48)
@@ -122,7 +122,7 @@ def test_a_window_reports_what_it_ran():
     assert measured.learning_rate == 0.1
 
 
-def test_the_loss_of_a_window_is_the_mean_over_its_items():
+def test_loss_of_a_window_is_the_mean_over_its_items():
     engine, single = (with_k(engine_of(counted_job()), 2) for _ in range(2))
     windows = [single.run(1) for _ in range(4)]
     items = [window.items for window in windows]
@@ -131,7 +131,7 @@ def test_the_loss_of_a_window_is_the_mean_over_its_items():
     assert engine.run(4).loss == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_switch_discards_the_first_steps_anew_and_the_same_plan_does_not():
+def test_first_steps_are_discarded_after_a_switch_but_not_after_the_same_plan():
     engine = engine_of(perceptron_job())
     engine.run(2)
     engine.apply(engine.plan)
@@ -154,7 +154,7 @@ def draw_everything(_: object = None) -> float:
     return 0.5
 
 
-def test_constructing_running_evaluating_and_restoring_leave_the_callers_generators_alone():
+def test_all_engine_operations_leave_the_callers_generators_unchanged():
     def model() -> nn.Module:
         draw_everything()
         return TinyGPT()
@@ -173,7 +173,7 @@ def test_constructing_running_evaluating_and_restoring_leave_the_callers_generat
         assert differences(before, global_generators()) == []
 
 
-def test_what_the_caller_draws_does_not_reach_the_run():
+def test_random_draws_of_the_caller_do_not_affect_the_run():
     calm, disturbed = engine_of(gpt_job()), engine_of(gpt_job())
     for _ in range(4):
         calm.run(1)
@@ -182,7 +182,7 @@ def test_what_the_caller_draws_does_not_reach_the_run():
     assert differences(training_state(calm), training_state(disturbed)) == []
 
 
-def test_evaluating_changes_nothing_of_the_run():
+def test_evaluation_does_not_change_the_run():
     calm, evaluated = engine_of(convolution_job()), engine_of(convolution_job())
     for _ in range(3):
         calm.run(1)
@@ -195,7 +195,7 @@ def test_evaluating_changes_nothing_of_the_run():
     assert differences(training_state(calm), training_state(evaluated)) == []
 
 
-def test_an_evaluation_sees_the_users_own_model_in_evaluation_mode_without_gradients():
+def test_evaluation_gets_the_users_model_in_evaluation_mode_without_gradients():
     seen: list[Any] = []
 
     def evaluate(model: nn.Module) -> float:
@@ -221,7 +221,7 @@ def test_an_evaluation_sees_the_users_own_model_in_evaluation_mode_without_gradi
     assert set(controls.recomputations(engine.model)) == {unit.name for unit in space.units}
 
 
-def test_the_modes_come_back_even_if_the_evaluation_raises():
+def test_training_mode_is_restored_even_if_the_evaluation_raises():
     def evaluate(model: nn.Module) -> float:
         raise KeyError("user")
 
@@ -238,7 +238,7 @@ def test_the_modes_come_back_even_if_the_evaluation_raises():
 
 @pytest.mark.parametrize("build", [gpt_job, convolution_job])
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_restored_run_goes_on_bit_for_bit(build, k):
+def test_restored_run_continues_bit_for_bit(build, k):
     engine = with_k(engine_of(build(schedule=WarmupCosine())), k)
     engine.run(3)
     start = engine.snapshot()
@@ -250,7 +250,7 @@ def test_a_restored_run_goes_on_bit_for_bit(build, k):
         assert differences(end, training_state(engine)) == []
 
 
-def test_a_snapshot_restores_into_another_engine_of_the_same_job():
+def test_snapshot_restores_into_another_engine_of_the_same_job():
     engine, other = engine_of(gpt_job()), engine_of(gpt_job())
     engine.run(3)
     start = engine.snapshot()
@@ -261,7 +261,7 @@ def test_a_snapshot_restores_into_another_engine_of_the_same_job():
     assert differences(training_state(engine), training_state(other)) == []
 
 
-def test_a_snapshot_shares_nothing_with_its_engine():
+def test_snapshot_shares_no_memory_with_its_engine():
     engine = engine_of(convolution_job())
     engine.run(2)
     start = engine.snapshot()
@@ -292,14 +292,14 @@ def test_statistics_after_a_restore_are_those_of_the_restored_run():
 # -------------------------------------------------------------------------------------------------------- plans
 
 
-def test_the_engine_begins_with_the_baseline():
+def test_engine_begins_with_the_baseline():
     engine = engine_of(gpt_job())
     assert engine.plan == engine.space.baseline()
     assert set(engine.plan.precision.values()) == {Precision.FP32}
     assert engine.plan.accumulation_steps == 1
 
 
-def test_a_plan_outside_the_space_is_refused_and_the_former_stays():
+def test_plan_outside_the_space_is_rejected_and_the_previous_one_stays():
     engine = with_k(engine_of(gpt_job()), 2)
     former = engine.plan
     for plan, message in (
@@ -313,7 +313,7 @@ def test_a_plan_outside_the_space_is_refused_and_the_former_stays():
     assert engine.run(1).failure is None
 
 
-def test_applying_leaves_every_trace_of_training_alone():
+def test_applying_a_plan_leaves_the_training_state_unchanged():
     engine = engine_of(gpt_job())
     engine.run(2)
     before = training_state(engine)
@@ -323,7 +323,7 @@ def test_applying_leaves_every_trace_of_training_alone():
     assert differences(before, training_state(engine)) == []
 
 
-def test_a_user_may_leave_units_to_their_own_arrangement():
+def test_user_can_leave_units_uncontrolled():
     engine = engine_of(gpt_job())
     engine.apply(Plan())
     assert set(engine.plan.precision.values()) == {Precision.INHERIT}
@@ -335,7 +335,7 @@ def test_a_user_may_leave_units_to_their_own_arrangement():
     assert differences(training_state(baseline), training_state(engine)) == []
 
 
-def test_16_bit_units_really_compute_in_16_bit():
+def test_16_bit_units_compute_in_16_bit():
     engine = engine_of(gpt_job())
     engine.apply(engine.space.plan(accumulation_steps=1, precision=Precision.BF16))
     seen: set[torch.dtype] = set()
@@ -345,11 +345,11 @@ def test_16_bit_units_really_compute_in_16_bit():
     assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
 
 
-def test_units_are_in_the_order_of_the_forward_pass():
+def test_units_are_in_forward_order():
     class HeadFirst(TinyGPT):
         def __init__(self) -> None:
             super().__init__()
-            # Registered first, called last.
+            # The unit is registered first and called last.
             children = dict(self._modules)
             self._modules.clear()
             self._modules.update({name: children[name] for name in ("head", "blocks", "embedding")})
@@ -359,7 +359,7 @@ def test_units_are_in_the_order_of_the_forward_pass():
     assert names == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
 
 
-def test_a_unit_that_the_loss_never_calls_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture):
+def test_unit_that_the_loss_never_calls_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture):
     class WithSpare(TinyGPT):
         def __init__(self) -> None:
             super().__init__()
@@ -372,12 +372,12 @@ def test_a_unit_that_the_loss_never_calls_is_left_out_with_a_warning(caplog: pyt
     assert engine.run(2).failure is None
 
 
-def test_a_users_own_units_are_the_space():
+def test_space_contains_the_units_named_by_the_user():
     engine = engine_of(gpt_job(units=["blocks.1", "head"]))
     assert [(unit.name, unit.recomputable) for unit in engine.space.units] == [("blocks.1", True), ("head", True)]
 
 
-def test_a_closed_engine_leaves_a_plain_model_and_runs_no_more():
+def test_closed_engine_leaves_a_plain_model_and_refuses_to_run():
     engine = engine_of(gpt_job())
     engine.apply(engine.space.leanest())
     engine.run(1)
@@ -409,7 +409,7 @@ def gradients_of_a_step(engine: TorchEngine) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("k", [2, 4])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_under_fixed_batching_k_keeps_the_gradient(k, recompute):
+def test_k_does_not_change_the_gradient_under_fixed_batching(k, recompute):
     job = gpt_job(model=lambda: TinyGPT(dropout=0.0), clip_norm=None)
     expected = gradients_of_a_step(engine_of(job))
     engine = engine_of(job)
@@ -420,7 +420,7 @@ def test_under_fixed_batching_k_keeps_the_gradient(k, recompute):
 
 
 def counted_job(sizes: tuple[int, ...] = (8,), **changes: Any) -> Job:
-    """Return a job in which some samples bear no loss, with batches of these sizes in turn."""
+    """Return a job in which some samples are ignored in the loss, with batches of the given sizes in turn."""
 
     def batches(seed: int) -> Iterator[dict[str, Any]]:
         generator = torch.Generator().manual_seed(seed)
@@ -444,7 +444,7 @@ def counted_job(sizes: tuple[int, ...] = (8,), **changes: Any) -> Job:
 
 
 @pytest.mark.parametrize("k", [2, 4, 8])
-def test_micro_batches_weigh_by_their_items_and_empty_ones_take_no_part(k):
+def test_micro_batches_are_weighted_by_their_items_and_empty_ones_ignored(k):
     expected = gradients_of_a_step(engine_of(counted_job()))
     engine = with_k(engine_of(counted_job()), k)
     mask = engine._pending[0]["mask"]
@@ -453,7 +453,7 @@ def test_micro_batches_weigh_by_their_items_and_empty_ones_take_no_part(k):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
 
 
-def test_a_batch_without_a_single_item_changes_no_weight_and_training_goes_on():
+def test_batch_without_items_changes_no_weight_and_training_continues():
     def batches(seed: int) -> Iterator[dict[str, Any]]:
         for index, batch in enumerate(counted_job().batches(seed)):
             yield {**batch, "mask": torch.zeros_like(batch["mask"])} if index == 1 else batch
@@ -468,7 +468,7 @@ def test_a_batch_without_a_single_item_changes_no_weight_and_training_goes_on():
     assert engine.run(2).failure is None
 
 
-def test_a_short_batch_runs_in_as_many_pieces_as_it_has_samples():
+def test_short_batch_is_split_into_as_many_pieces_as_it_has_samples():
     calls: list[int] = []
     base = counted_job(sizes=(8, 3, 1))
 
@@ -483,7 +483,7 @@ def test_a_short_batch_runs_in_as_many_pieces_as_it_has_samples():
     assert (measured.samples, measured.items) == (20, 20)
 
 
-def test_batches_that_end_are_begun_anew_in_another_order():
+def test_exhausted_batches_restart_in_another_order():
     def batches(seed: int) -> Iterator[Any]:
         endless = vector_batches(seed)
         for _ in range(3):
@@ -516,7 +516,7 @@ def test_batch_norm_locks_k_under_fixed_batching_with_a_reason(kind):
         with_k(engine, 2)
 
 
-def test_nothing_locks_k_without_batch_norm_or_under_adaptive_batching():
+def test_k_is_not_locked_without_batch_norm_or_under_adaptive_batching():
     for job in (gpt_job(), convolution_job()):
         engine = engine_of(job)
         assert engine.space.accumulation_choices == (1, 2, 4)
@@ -526,7 +526,7 @@ def test_nothing_locks_k_without_batch_norm_or_under_adaptive_batching():
 # -------------------------------------------------------------------------------------------- adaptive batching
 
 
-def test_an_adaptive_step_is_one_step_on_the_k_batches_together():
+def test_adaptive_step_is_one_step_on_the_k_batches_together():
     job = perceptron_job(batching="adaptive", lr_rule="none")
     engine = with_k(engine_of(job), 4)
     gradients = gradients_of_a_step(engine)
@@ -541,7 +541,7 @@ def test_an_adaptive_step_is_one_step_on_the_k_batches_together():
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
-def test_under_adaptive_batching_the_rate_follows_the_rule(rule, factor):
+def test_learning_rate_follows_the_rule_under_adaptive_batching(rule, factor):
     engine = with_k(engine_of(perceptron_job(batching="adaptive", lr_rule=rule)), 4)
     assert engine.run(1).learning_rate == pytest.approx(0.1 * factor)
     with_k(engine, 1)
@@ -549,12 +549,12 @@ def test_under_adaptive_batching_the_rate_follows_the_rule(rule, factor):
 
 
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])
-def test_under_fixed_batching_the_rate_does_not_depend_on_k(rule):
+def test_learning_rate_does_not_depend_on_k_under_fixed_batching(rule):
     engine = with_k(engine_of(perceptron_job(lr_rule=rule)), 4)
     assert engine.run(1).learning_rate == 0.1
 
 
-def test_the_schedule_runs_in_samples_whatever_k_does():
+def test_schedule_advances_by_samples_whatever_k_is():
     schedule = WarmupCosine(warmup_frac=0.25, minimum_frac=0.1)
     job = perceptron_job(batching="adaptive", lr_rule="none", schedule=schedule, max_steps=16)
     engine, samples = engine_of(job), 0
@@ -566,7 +566,7 @@ def test_the_schedule_runs_in_samples_whatever_k_does():
     assert samples == 16 * 8
 
 
-def test_the_length_of_the_schedule_can_be_set():
+def test_length_of_the_schedule_can_be_set():
     job = perceptron_job(schedule=WarmupCosine(), max_steps=16)
     engine = engine_of(job, total_samples=80)
     rates = [engine.run(1).learning_rate for _ in range(12)]
@@ -588,7 +588,7 @@ def test_every_parameter_group_keeps_its_own_base_rate():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_models_in_other_formats_train(dtype):
+def test_models_with_other_parameter_dtypes_train(dtype):
     def batches(seed: int) -> Iterator[Any]:
         return vector_batches(seed, dtype=dtype if dtype is torch.float64 else torch.float32)
 
@@ -603,7 +603,7 @@ def test_models_in_other_formats_train(dtype):
     assert not torch.equal(engine.model.layers[0].weight, before)
 
 
-def test_a_model_with_16_bit_parameters_only_inherits_with_a_reason():
+def test_model_with_16_bit_parameters_only_supports_inherit_with_a_reason():
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return squared_loss(model, tuple(part.bfloat16() for part in batch)).float()
 
@@ -662,7 +662,7 @@ def no_batches(seed: int) -> Iterator[Any]:
         ({"optimizer": lambda parameters: "adam"}, r"optimizer returned 'adam'"),
     ],
 )
-def test_a_job_that_cannot_be_trained_is_refused_at_once_in_one_line(changes, message):
+def test_untrainable_job_is_rejected_at_once_in_one_line(changes, message):
     torch.manual_seed(11)
     before = global_generators()
     with pytest.raises(JobError, match=message) as raised:
@@ -671,7 +671,7 @@ def test_a_job_that_cannot_be_trained_is_refused_at_once_in_one_line(changes, me
     assert differences(before, global_generators()) == []
 
 
-def test_looking_at_a_job_changes_no_weight_buffer_mode_or_hook():
+def test_inspecting_a_job_changes_no_weight_buffer_mode_or_hook():
     engine = engine_of(convolution_job(), seed=3)
     with randomness.isolated():
         randomness.seed_all(3)
@@ -682,7 +682,7 @@ def test_looking_at_a_job_changes_no_weight_buffer_mode_or_hook():
     assert not any(module._forward_pre_hooks for module in engine.model.modules())
 
 
-def test_a_job_whose_batch_has_no_room_as_a_whole_is_looked_at_in_pieces():
+def test_job_whose_whole_batch_does_not_fit_is_inspected_in_pieces():
     def crowded(model: nn.Module, batch: Any) -> torch.Tensor:
         if len(batch[0]) > 3:
             raise torch.OutOfMemoryError("somebody else is on this device")
@@ -699,7 +699,7 @@ def test_a_job_whose_batch_has_no_room_as_a_whole_is_looked_at_in_pieces():
 # --------------------------------------------------------------------------------------------------- statistics
 
 
-def test_the_noise_scale_is_known_after_steps_of_several_micro_batches():
+def test_noise_scale_is_known_after_steps_of_several_micro_batches():
     engine = with_k(engine_of(gpt_job(), statistics_every=1), 4)
     gradient = engine.run(8).gradient
     assert gradient.noise_scale is None or gradient.noise_scale > 0
@@ -710,13 +710,13 @@ def test_the_noise_scale_is_known_after_steps_of_several_micro_batches():
     assert all(unit.signal_to_noise is None or unit.signal_to_noise >= 0 for unit in gradient.per_unit.values())
 
 
-def test_the_noise_scale_stays_unknown_at_k_1():
+def test_noise_scale_stays_unknown_at_k_1():
     gradient = engine_of(gpt_job(), statistics_every=1).run(4).gradient
     assert gradient.norm > 0
     assert (gradient.noise_scale, gradient.noise_scale_age_steps, gradient.variance) == (None, None, None)
 
 
-def test_the_noise_scale_is_learnt_at_k_1_by_splitting_sampled_steps():
+def test_noise_scale_is_learned_at_k_1_by_splitting_sampled_steps():
     calls: list[int] = []
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -726,15 +726,15 @@ def test_the_noise_scale_is_learnt_at_k_1_by_splitting_sampled_steps():
 
     engine = engine_of(gpt_job(loss=loss), statistics_every=3, split_to_learn_noise=True, discard_steps=0)
     measured = engine.run(7)
-    # Steps 0, 3 and 6 are sampled, and cut in two.
+    # Steps 0, 3 and 6 are sampled and split in two.
     assert calls == [2, 2, 4, 4, 2, 2, 4, 4, 2, 2]
     assert engine.monitor.state.average.count == 3
     assert measured.gradient.variance > 0
-    # A step that was cut is no measure of the plan's speed.
+    # A split step does not measure the plan's speed.
     assert len(measured.step_s) == 4
 
 
-def test_a_locked_k_is_not_split():
+def test_locked_k_is_not_split():
     calls: list[int] = []
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -748,17 +748,17 @@ def test_a_locked_k_is_not_split():
     assert gradient.noise_scale is None
 
 
-def test_the_noise_scale_ages_while_no_step_feeds_it():
+def test_noise_scale_ages_without_new_samples():
     engine = with_k(engine_of(gpt_job(), statistics_every=1000), 4)
     ages = [engine.run(steps).gradient.noise_scale_age_steps for steps in (1, 3)]
     assert ages == [1, 3]
     with_k(engine, 1)
     ages = [engine.run(steps).gradient.noise_scale_age_steps for steps in (2, 5)]
-    # Learnt last at the first step of the second window, three steps before its end.
+    # The last sample was the first step of the second window, three steps before its end.
     assert ages == [5, 10]
 
 
-def test_the_first_step_of_a_window_is_sampled_and_every_nth_after_it():
+def test_first_step_of_a_window_and_every_nth_after_it_are_sampled():
     engine = with_k(engine_of(gpt_job(), statistics_every=4), 2)
     engine.run(9)
     assert engine.monitor.state.average.count == 3
@@ -766,7 +766,7 @@ def test_the_first_step_of_a_window_is_sampled_and_every_nth_after_it():
     assert engine.monitor.state.average.count == 4
 
 
-def test_the_norm_that_is_reported_is_that_of_the_gradient_before_clipping():
+def test_reported_norm_is_that_of_the_gradient_before_clipping():
     job = gpt_job(model=lambda: TinyGPT(dropout=0.0), clip_norm=1e-3)
     engine, fresh = engine_of(job), engine_of(job)
     next_token_loss(fresh.model, fresh._pending[0]).backward()
@@ -775,7 +775,7 @@ def test_the_norm_that_is_reported_is_that_of_the_gradient_before_clipping():
     assert engine.run(1).gradient.norm == pytest.approx(expected, rel=1e-5)
 
 
-def test_sampling_changes_no_number():
+def test_sampling_changes_no_result():
     rarely, always = engine_of(gpt_job(), statistics_every=1000), engine_of(gpt_job(), statistics_every=1)
     with_k(rarely, 2).run(6)
     with_k(always, 2).run(6)
@@ -786,13 +786,13 @@ def test_sampling_changes_no_number():
 # ------------------------------------------------------------------------------------------------------- memory
 
 
-def test_a_plan_is_metered_once_and_metering_changes_no_number():
+def test_plan_is_metered_once_and_metering_changes_no_result():
     plain, metered = engine_of(gpt_job()), engine_of(gpt_job(), meter_memory=True, discard_steps=0)
     assert plain.run(5).peak_bytes is None
     measured = metered.run(5)
     assert measured.peak_bytes > sum(4 * p.numel() for p in metered.model.parameters())
     assert differences(training_state(plain), training_state(metered)) == []
-    # The step that was metered is not timed, and no other one is metered under this plan.
+    # The metered step is not timed, and no other step is metered under this plan.
     assert len(measured.step_s) == 4
     again = metered.run(2)
     assert (len(again.step_s), again.peak_bytes) == (2, measured.peak_bytes)
@@ -816,7 +816,7 @@ def test_more_micro_batches_and_recomputation_never_need_more_memory():
         assert peaks[1, recompute] > peaks[2, recompute] > peaks[4, recompute]
 
 
-def test_the_peak_holds_at_least_what_is_resident_and_the_gradients():
+def test_peak_includes_at_least_resident_memory_and_gradients():
     engine = engine_of(gpt_job(), meter_memory=True)
     peak = engine.run(3).peak_bytes
     parameters = 4 * sum(parameter.numel() for parameter in engine.model.parameters())
@@ -824,7 +824,7 @@ def test_the_peak_holds_at_least_what_is_resident_and_the_gradients():
     assert peak >= 4 * parameters
 
 
-def test_a_window_within_its_budget_says_so():
+def test_window_within_its_budget_reports_it():
     engine = engine_of(gpt_job(), meter_memory=True)
     engine.memory_budget_bytes = 2**30
     measured = engine.run(2)
@@ -834,7 +834,7 @@ def test_a_window_within_its_budget_says_so():
 # ------------------------------------------------------------------------------------------------- unsupported
 
 
-def test_a_layer_that_the_device_cannot_run_in_a_format_is_unsupported():
+def test_layer_unsupported_in_a_precision_fails_as_unsupported():
     class Refusing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -863,14 +863,14 @@ def test_a_layer_that_the_device_cannot_run_in_a_format_is_unsupported():
 
 
 def fp16_engine(**changes: Any) -> TorchEngine:
-    """Return an engine with fp16 in its space, however slowly this device runs it."""
+    """Return an engine with fp16 in its space, even if this device runs it slowly."""
     engine = engine_of(perceptron_job(**changes), statistics_every=1)
     engine.space = dataclasses.replace(engine.space, precisions=(Precision.FP32, Precision.FP16))
     engine.apply(engine.space.plan(accumulation_steps=2, precision=Precision.FP16))
     return engine
 
 
-def test_an_overflow_in_fp16_is_a_skipped_step_and_no_failure():
+def test_fp16_overflow_is_a_skipped_step_and_not_a_failure():
     engine = fp16_engine()
     first = engine.run(1)
     assert (first.failure, first.skipped_steps, first.loss_scale) == (None, 0, 65536.0)
@@ -887,7 +887,7 @@ def test_an_overflow_in_fp16_is_a_skipped_step_and_no_failure():
     assert "tensor layers.0.weight" in differences(before, training_state(engine))
 
 
-def test_statistics_in_fp16_are_those_of_the_unscaled_gradient():
+def test_fp16_statistics_are_those_of_the_unscaled_gradient():
     full = with_k(engine_of(perceptron_job(), statistics_every=1), 2).run(1).gradient
     half = fp16_engine().run(1).gradient
     assert half.norm == pytest.approx(full.norm, rel=0.02)
@@ -896,13 +896,13 @@ def test_statistics_in_fp16_are_those_of_the_unscaled_gradient():
         assert half.per_unit[name].rms == pytest.approx(unit.rms, rel=0.02)
 
 
-def test_a_loss_that_is_not_finite_is_a_failure_in_fp16_too():
+def test_nonfinite_loss_is_a_failure_in_fp16_too():
     engine = fp16_engine(loss=lambda model, batch: squared_loss(model, batch) * (math.nan if model.training else 1))
     measured = engine.run(2)
     assert (measured.failure, measured.steps) == (Failure.NON_FINITE, 1)
 
 
-def test_the_loss_scale_is_part_of_a_snapshot():
+def test_loss_scale_is_part_of_a_snapshot():
     engine = fp16_engine()
     engine.run(2)
     start = engine.snapshot()

@@ -1,4 +1,4 @@
-"""MLflow: what is logged arrives, and a server that does not answer changes nothing but one warning."""
+"""Tests of MLflow tracking: logged values arrive, and an unreachable server causes only a warning."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def log_something(tracker: Tracker, folder: Path) -> None:
     tracker.artifact(folder / "plan.json")
 
 
-def test_a_command_is_a_parent_run_with_nested_runs_and_artifacts(tmp_path: Path) -> None:
+def test_command_is_a_parent_run_with_nested_runs_and_artifacts(tmp_path: Path) -> None:
     folder = tmp_path / "r"
     folder.mkdir()
     tracker = Tracker(tmp_path, folder, "parent")
@@ -53,7 +53,7 @@ def test_a_command_is_a_parent_run_with_nested_runs_and_artifacts(tmp_path: Path
     assert list((tmp_path / "artifacts").rglob("plan.json"))
 
 
-def test_tuning_is_logged_trial_by_trial_with_plan_and_policy(tmp_path: Path) -> None:
+def test_tuning_logs_each_trial_with_plan_and_policy(tmp_path: Path) -> None:
     document = autotune.tune(tiny_job.job(), "ppo-scratch", steps=48, runs_dir=tmp_path)
     found = runs_in(tracking_uri(tmp_path))
     trials = [run for run in found if "trial" in run.info.run_name]
@@ -98,7 +98,7 @@ def dead_server(kind: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", ["absent", "hanging", "answering 500"])
-def test_a_server_that_does_not_answer_costs_one_warning_and_everything_is_sent_later(
+def test_unreachable_server_causes_one_warning_and_everything_is_sent_later(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "r"
@@ -106,7 +106,7 @@ def test_a_server_that_does_not_answer_costs_one_warning_and_everything_is_sent_
     with dead_server(kind) as uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         tracker = Tracker(tmp_path, folder, "parent")
-        # Whoever logs only appends to a file: waiting for the server each time, this would not end before the timeout.
+        # Logging only appends to a file; waiting for the server each time would exceed the timeout.
         for _ in range(200):
             tracker.metrics({"x": 1.0})
         log_something(tracker, folder)
@@ -121,7 +121,7 @@ def test_a_server_that_does_not_answer_costs_one_warning_and_everything_is_sent_
     assert send_pending(tmp_path) == 0
 
 
-def test_what_a_killed_command_left_open_is_ended_once_it_is_taken_up_and_nothing_is_there_twice(
+def test_runs_left_open_by_a_kill_are_ended_on_resume_without_duplicates(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "r"
@@ -161,7 +161,7 @@ Tracker(runs, runs / sys.argv[2], sys.argv[2]).close()
 
 
 @pytest.mark.slow
-def test_a_database_whose_making_was_killed_is_made_anew_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+def test_partially_created_database_is_created_again_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MAKES, str(tmp_path)]
     with subprocess.Popen([*command, "killed"]) as making:
         wait_until(lambda: (tmp_path / ".mlflow.db.making").exists(), "no database is made")
@@ -176,14 +176,14 @@ def test_a_database_whose_making_was_killed_is_made_anew_and_nothing_of_it_is_le
     assert not list(tmp_path.glob(".mlflow*"))
 
 
-def test_a_command_goes_on_without_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_continues_without_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with dead_server("absent") as uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         document = autotune.tune(tiny_job.job(), "random", steps=48, runs_dir=tmp_path)
     assert Path(document["run"], "plan.json").is_file()
 
 
-def test_a_full_disk_drops_records_and_stops_nothing(
+def test_full_disk_drops_records_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "r"
@@ -200,9 +200,7 @@ def test_a_full_disk_drops_records_and_stops_nothing(
     assert any("No space left" in line for line in caplog.messages)
 
 
-def test_a_run_that_a_server_refuses_keeps_no_other_from_being_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_rejected_by_the_server_does_not_block_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
     from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE

@@ -1,4 +1,4 @@
-"""Training a policy: seeds in processes of their own, a folder at the end, and interruptions that cost only time."""
+"""Tests of training a policy: seeds in separate processes, the saved policy folder, and resumption."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def recipe_file(folder: Path, text: str = RECIPE) -> Path:
 
 
 class Told:
-    """Note what a reporter is told."""
+    """A reporter that records its messages."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[str, float]] = []
@@ -102,7 +102,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def whole_seeds(folder: Path, text: str) -> dict[int, SeedFiles]:
-    """Train every seed of a recipe from its beginning to its end, here and now."""
+    """Train every seed of a recipe from beginning to end in this process."""
     recipe = read_recipe(recipe_file(folder, text))
     found = {seed: SeedFiles(folder=folder, seed=seed) for seed in recipe.seeds}
     for seed in found:
@@ -123,7 +123,7 @@ def assert_same_seeds(run_folder: Path, wanted: dict[int, SeedFiles]) -> None:
 # -------------------------------------------------------------------------------------------------------- what is left
 
 
-def test_the_policy_of_the_best_seed_is_left_as_a_folder_that_loads(trained: Trained) -> None:
+def test_policy_of_the_best_seed_is_saved_as_a_loadable_folder(trained: Trained) -> None:
     document = trained.document
     assert document["policy"] == str(trained.run / "policy")
     policy = load_policy(Path(document["policy"]))
@@ -139,12 +139,12 @@ def test_the_policy_of_the_best_seed_is_left_as_a_folder_that_loads(trained: Tra
     assert policy.ranges is not None
     assert (policy.ranges.lowest <= policy.ranges.highest).all()
     names = list(RUN_FEATURES)
-    # What the ranges are of: these jobs have two or three blocks, and a head and an embedding.
+    # Jobs of the feature ranges: they have two or three blocks, a head and an embedding.
     depth = policy.ranges.highest[names.index("depth")], policy.ranges.lowest[names.index("depth")]
     np.testing.assert_allclose(depth, (np.log2(6) / 4, np.log2(5) / 4), rtol=1e-5)
 
 
-def test_the_documents_say_what_was_done(trained: Trained) -> None:
+def test_documents_describe_the_training(trained: Trained) -> None:
     document, recipe = trained.document, read_recipe(trained.runs / "recipe.toml")
     assert json.loads((trained.run / "trained.json").read_text()) == document
     assert document["decisions"] == 320
@@ -165,7 +165,7 @@ def test_the_documents_say_what_was_done(trained: Trained) -> None:
     assert (trained.run / "environment.json").is_file()
 
 
-def test_each_seed_leaves_its_rollouts_its_weights_and_its_result(trained: Trained) -> None:
+def test_each_seed_leaves_its_rollouts_weights_and_result(trained: Trained) -> None:
     assert trained.told.stages == [("train 2 seeds", 320)]
     assert trained.told.done[-1] == 320
     for seed in (4, 9):
@@ -178,7 +178,7 @@ def test_each_seed_leaves_its_rollouts_its_weights_and_its_result(trained: Train
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_result_is_what_the_weights_win_on_jobs_to_judge_by(trained: Trained) -> None:
+def test_result_is_the_time_saved_on_validation_jobs(trained: Trained) -> None:
     recipe = read_recipe(trained.runs / "recipe.toml")
     for seed in recipe.seeds:
         files, network = SeedFiles(folder=trained.run, seed=seed), LeverNetwork(8)
@@ -219,11 +219,11 @@ def test_mlflow_has_a_run_per_seed_with_its_rollouts_and_the_policy(trained: Tra
     assert {"manifest.json", "policy.safetensors", "README.md", "trained.json"} <= names
 
 
-def test_seeds_train_the_same_in_processes_of_their_own_as_here(trained: Trained, tmp_path: Path) -> None:
+def test_seeds_train_identically_in_separate_processes(trained: Trained, tmp_path: Path) -> None:
     assert_same_seeds(trained.run, whole_seeds(tmp_path, RECIPE))
 
 
-def test_a_training_that_is_done_is_taken_up_without_training_again(trained: Trained) -> None:
+def test_finished_training_is_resumed_without_training_again(trained: Trained) -> None:
     before = {path: path.stat().st_mtime_ns for path in trained.run.glob("seed-*")}
     again = autotune.commands.train(TrainRequest(resume=trained.run), runs_dir=trained.runs / "not used")
     assert {path: path.stat().st_mtime_ns for path in trained.run.glob("seed-*")} == before
@@ -253,12 +253,12 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
 
 
 def rollouts(runs: Path) -> list[int]:
-    """Return how many rollouts each seed that has begun has made."""
+    """Return the number of rollouts of each seed that has begun."""
     return [len(path.read_text().splitlines()) for path in runs.glob("*/seed-*.jsonl")]
 
 
 def killed_training(runs: Path, whom: Callable[[subprocess.Popen], object]) -> Path:
-    """Return the run directory of a training that was killed when each seed had made a rollout."""
+    """Return the run directory of a training killed after each seed's first rollout."""
     runs.mkdir()
     process = start(runs, recipe_file(runs, LONG))
     try:
@@ -274,15 +274,15 @@ def killed_training(runs: Path, whom: Callable[[subprocess.Popen], object]) -> P
 
 
 @pytest.mark.slow
-def test_a_training_whose_processes_were_all_killed_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_training_whose_processes_were_killed_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     folder = killed_training(tmp_path / "runs", lambda process: os.killpg(process.pid, signal.SIGKILL))
     for seed in (4, 9):
         files = SeedFiles(folder=folder, seed=seed)
-        # It was killed in the middle: something was saved, nothing was finished.
+        # It was killed midway: checkpoints exist, but no seed is finished.
         assert files.checkpoint.is_file()
         assert not files.result.is_file()
         assert 0 < len(files.progress.read_text().splitlines()) < 40
-    # A kill may tear the line that was being written.
+    # A kill may truncate the line that was being written.
     with SeedFiles(folder=folder, seed=4).progress.open("a") as file:
         file.write('{"decisions": 99')
     document = autotune.commands.train(TrainRequest(resume=folder))
@@ -294,7 +294,7 @@ def test_a_training_whose_processes_were_all_killed_ends_as_one_that_was_not(tmp
 
 
 @pytest.mark.slow
-def test_seeds_whose_parent_was_killed_end_by_themselves(tmp_path: Path) -> None:
+def test_seed_processes_end_after_their_parent_was_killed(tmp_path: Path) -> None:
     folder = killed_training(tmp_path / "runs", lambda process: process.kill())
     counts = []
     for _ in range(100):
@@ -307,11 +307,11 @@ def test_seeds_whose_parent_was_killed_end_by_themselves(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("torn", [b'{"decisions": 16, "won_percent": 0.5}\n{"decisions": 3', b'{"dec', b""])
-def test_a_torn_line_of_progress_is_taken_away_before_others_follow(tmp_path: Path, torn: bytes) -> None:
+def test_torn_progress_line_is_removed_before_others_are_appended(tmp_path: Path, torn: bytes) -> None:
     files = SeedFiles(folder=tmp_path, seed=4)
     files.progress.write_bytes(torn)
     train_seed(one_seed().to_json(), 4, str(tmp_path), os.getppid())
-    # Rollouts that are made once more leave one line.
+    # Repeated rollouts leave one line.
     rows = RunDirectory(tmp_path).lines(files.progress.name)
     assert [row["decisions"] for row in rows] == [16, 32, 48]
 
@@ -326,11 +326,11 @@ def one_seed() -> Recipe:
 
 
 @pytest.mark.slow
-def test_a_seed_that_fails_says_how_to_take_it_up_and_can_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_seed_says_how_to_resume_and_can_be_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_folder = RunDirectory.create(tmp_path, "train", "simulated", {"recipe": one_seed().to_json()})
     run_folder.close()
     files = SeedFiles(folder=run_folder.path, seed=4)
-    # Where the weights shall stand, something is in the way.
+    # Something occupies the path of the weights.
     files.weights.mkdir()
     with pytest.raises(AutotuneError, match=rf"seed 4 ended with exit code 1.*--resume {run_folder.path}"):
         autotune.commands.train(TrainRequest(resume=run_folder.path))
@@ -353,13 +353,13 @@ NO_TRAININGS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def put(folder: Path, config: dict) -> None:
-    """Write what a training was asked for, some of it changed."""
+    """Write the request of a training with some changes."""
     whole = {"version": 1, "verb": "train", "job": "simulated", **config}
     (folder / "config.json").write_text(json.dumps(whole))
 
 
 @pytest.mark.parametrize("what", NO_TRAININGS)
-def test_what_holds_no_training_cannot_be_taken_up(
+def test_folder_without_a_training_cannot_be_resumed(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make, expected = NO_TRAININGS[what]
@@ -379,7 +379,7 @@ def test_what_holds_no_training_cannot_be_taken_up(
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-def test_jobs_to_judge_by_are_none_of_those_to_train_on() -> None:
+def test_validation_jobs_differ_from_training_jobs() -> None:
     recipe = one_seed()
     own, again, other = jobs_of(recipe), jobs_of(recipe), jobs_of(recipe, validation=True)
     assert [job.profile for job in own] == [job.profile for job in again]

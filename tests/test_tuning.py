@@ -1,4 +1,4 @@
-"""Tuning: budgets of real steps are kept, memory budgets too, and what is chosen was measured afresh."""
+"""Tests of tuning: budgets of real steps and memory are kept, and the chosen plan was measured again."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_every_method_keeps_both_budgets_and_beats_the_baseline(method: str, tmp
 
 
 @pytest.mark.slow
-def test_optuna_is_told_of_each_plan_once_and_spends_its_steps_on_new_ones(tmp_path: Path) -> None:
+def test_optuna_gets_each_plan_once_and_spends_its_steps_on_new_ones(tmp_path: Path) -> None:
     engine = KnownEngine()
     references = measure_references(engine, MemoryBudget.parse("40%"))
     run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
@@ -56,17 +56,17 @@ def test_optuna_is_told_of_each_plan_once_and_spends_its_steps_on_new_ones(tmp_p
         rows = database.execute(query).fetchall()
     told = [plan for state, plan in rows if state == "COMPLETE"]
     assert len(set(told)) == len(told)
-    # What TPE proposes again costs nothing; whatever else is known is passed over, and all steps are spent.
+    # Repeated proposals of TPE cost nothing; other known plans are skipped, and all steps are spent.
     assert len(told) < len(rows) < 4 * len(told)
     assert result.tuning_steps > settings.steps - 2 * WINDOW_STEPS
 
 
-def test_a_budget_below_the_leanest_plan_is_refused_with_the_smallest_possible_one() -> None:
+def test_unreachable_budget_is_rejected_with_the_smallest_reachable_one() -> None:
     with pytest.raises(BudgetError, match="leanest plan needs"):
         measure_references(KnownEngine(), MemoryBudget.parse("10B"))
 
 
-def test_a_known_plan_costs_no_steps_and_a_spent_budget_ends_measuring() -> None:
+def test_known_plan_costs_no_steps_and_a_spent_budget_stops_measuring() -> None:
     heard: list[Plan] = []
     engine = BudgetedEngine(KnownEngine(), 7, lambda plan, window: heard.append(plan))
     for _ in range(3):
@@ -80,12 +80,12 @@ def test_a_known_plan_costs_no_steps_and_a_spent_budget_ends_measuring() -> None
         engine.run(3)
 
 
-def test_the_real_job_is_tuned_within_its_memory_budget(tmp_path: Path) -> None:
+def test_real_job_is_tuned_within_its_memory_budget(tmp_path: Path) -> None:
     document = autotune.tune(tiny_job.job(), "optuna", memory_budget="70%", steps=60, runs_dir=tmp_path)
     measured = document["measured"]
     assert measured["peak_bytes"] <= measured["memory_budget_bytes"]
     assert measured["memory_budget_bytes"] == int(0.7 * measured["baseline_peak_bytes"])
-    # The chosen plan needs on a fresh engine what was measured.
+    # On a new engine the chosen plan has the measured peak.
     engine = TorchEngine(tiny_job.job(), seed=9)
     engine.apply(Plan.from_json(document["plan"]))
     peak = engine.run(3).peak_bytes
@@ -96,7 +96,7 @@ _TUNE = "import sys, autotune; autotune.tune(sys.argv[1], 'optuna', steps=100000
 
 
 @pytest.mark.slow
-def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
+def test_measurements_survive_a_kill(tmp_path: Path) -> None:
     job = str(Path(__file__).parent / "tiny_job.py")
     with subprocess.Popen([sys.executable, "-c", _TUNE, job, str(tmp_path)], start_new_session=True) as process:
         deadline = time.monotonic() + 100
@@ -111,11 +111,11 @@ def test_what_was_measured_survives_a_kill(tmp_path: Path) -> None:
     with sqlite3.connect(run / "optuna.db") as database:
         (complete,) = database.execute("select count(*) from trials where state = 'COMPLETE'").fetchone()
     database.close()
-    # A trial is recorded before Optuna is told, so at most the last one can be missing there.
+    # A trial is recorded before Optuna gets its result, so at most the last one can be missing there.
     assert complete >= len(recorded) - 1
 
 
-def test_effects_are_recovered_from_windows_that_have_them() -> None:
+def test_unit_effects_are_recovered_from_simulated_windows() -> None:
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -136,7 +136,7 @@ def test_effects_are_recovered_from_windows_that_have_them() -> None:
     assert estimate_effects(SPACE, []) == {}
 
 
-def test_the_plain_loop_and_the_engine_learn_the_same_at_k_1() -> None:
+def test_plain_loop_and_engine_learn_the_same_at_k_1() -> None:
     job = tiny_job.job()
     plain = PlainLoop(job, seed=3)
     plain.run(20)
@@ -145,14 +145,14 @@ def test_the_plain_loop_and_the_engine_learn_the_same_at_k_1() -> None:
     assert losses == pytest.approx(plain.losses, rel=1e-6)
 
 
-def test_the_overhead_benchmark_reports_a_ratio_with_an_interval() -> None:
+def test_overhead_benchmark_reports_a_ratio_with_an_interval() -> None:
     document = bench_overhead(tiny_job.job(), pairs=3, seed=0)
     assert len(document["ratios"]) == 3
     low, high = document["ratio_ci95"]
     assert low <= document["ratio_median"] <= high
 
 
-def test_an_unknown_method_is_refused(tmp_path: Path) -> None:
+def test_unknown_method_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="ppo, random, optuna, optuna-prices, ppo-scratch"):
         autotune.tune(tiny_job.job(), "magic", runs_dir=tmp_path)
     assert json.dumps(list(tmp_path.iterdir())) == "[]"

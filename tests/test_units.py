@@ -1,4 +1,4 @@
-"""Units: which pieces of a model can be tuned, by what rule, and what is counted where."""
+"""Tests of units: which parts of a model can be tuned, and where shared parameters are counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Residual(nn.Module):
 
 
 class ResNetByAttributes(nn.Module):
-    """The four stages as attributes, as torchvision does."""
+    """A ResNet with its four stages as attributes, as in torchvision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class ResNetByAttributes(nn.Module):
 
 
 class ResNetByNesting(nn.Module):
-    """The four stages in a container."""
+    """A ResNet with its four stages in a container."""
 
     def __init__(self, container: Callable[[list[nn.Module]], nn.Module]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_all_16_blocks_of_a_module_list_of_module_lists_are_units():
     assert names(find_units(model), recomputable=True) == blocks_of("stages.")
 
 
-def test_stages_behind_a_projection_are_opened_too():
+def test_stages_behind_a_projection_are_searched():
     class Projected(Residual):
         pass
 
@@ -94,7 +94,7 @@ def test_stages_behind_a_projection_are_opened_too():
     assert names(units, recomputable=False) == [f"stages.{stage}.0" for stage in range(4)]
 
 
-def test_blocks_that_are_sequentials_themselves_are_units_whole():
+def test_blocks_that_are_sequentials_are_whole_units():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)))
     assert [(unit.name, unit.kind, unit.recomputable) for unit in find_units(model)] == [
         ("0", "Sequential", True),
@@ -103,7 +103,7 @@ def test_blocks_that_are_sequentials_themselves_are_units_whole():
     ]
 
 
-def test_an_outer_run_hides_the_runs_inside_it():
+def test_outer_run_of_blocks_hides_inner_runs():
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -114,24 +114,24 @@ def test_an_outer_run_hides_the_runs_inside_it():
     assert [unit.name for unit in find_units(model)] == ["blocks.0", "blocks.1"]
 
 
-def test_one_block_alone_is_no_run():
+def test_single_block_is_not_a_run():
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.Linear(2, 2)])
     assert [(unit.name, unit.recomputable) for unit in find_units(model)] == [("blocks.0", False)]
 
 
-def test_neighbours_of_another_class_end_a_run():
+def test_neighbour_of_another_class_ends_a_run():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     units = find_units(model)
     assert [(unit.name, unit.recomputable) for unit in units] == [("0", True), ("1", True), ("3", False)]
 
 
-def test_a_run_without_parameters_holds_nothing_to_tune():
+def test_run_without_parameters_contains_nothing_to_tune():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU(), nn.Dropout(), nn.Dropout())
     assert [unit.name for unit in find_units(model)] == ["0"]
 
 
-def test_a_gpt_has_an_embedding_blocks_and_a_head_in_forward_order():
+def test_gpt_has_embedding_blocks_and_head_in_forward_order():
     units = find_units(TinyGPT(blocks=3))
     assert [(unit.name, unit.kind, unit.recomputable) for unit in units] == [
         ("embedding", "Embedding", False),
@@ -142,7 +142,7 @@ def test_a_gpt_has_an_embedding_blocks_and_a_head_in_forward_order():
     ]
 
 
-def test_an_lstm_is_one_unit_and_a_stack_of_lstms_is_a_run():
+def test_lstm_is_one_unit_and_a_stack_of_lstms_is_a_run():
     class Tagger(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -158,17 +158,17 @@ def test_an_lstm_is_one_unit_and_a_stack_of_lstms_is_a_run():
     ]
 
 
-def test_a_module_dict_is_looked_into():
+def test_module_dict_is_searched():
     model = nn.Module()
     model.parts = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     assert names(find_units(model), recomputable=False) == ["parts.a", "parts.b"]
 
 
-def test_a_model_that_is_one_layer_has_no_unit():
+def test_single_layer_model_has_no_unit():
     assert find_units(nn.Linear(2, 2)) == ()
 
 
-def test_a_tied_parameter_is_counted_once_at_its_first_unit():
+def test_tied_parameter_is_counted_once_at_its_first_unit():
     model = TinyGPT(tokens=11, width=8)
     free = {unit.name: unit.num_parameters for unit in find_units(model)}
     model.head.weight = model.embedding.weight
@@ -179,7 +179,7 @@ def test_a_tied_parameter_is_counted_once_at_its_first_unit():
     assert tied["head"].parameter_names == ("head.bias",)
 
 
-def test_a_block_used_under_two_names_is_counted_once():
+def test_block_used_under_two_names_is_counted_once():
     block = nn.Linear(2, 2)
     model = nn.Module()
     model.first, model.second = nn.Sequential(block, nn.ReLU()), nn.Sequential(block, nn.ReLU())
@@ -187,7 +187,7 @@ def test_a_block_used_under_two_names_is_counted_once():
 
 
 @pytest.mark.parametrize("build", [TinyGPT, TinyConvolution, ResNetByAttributes])
-def test_units_are_disjoint_and_hold_every_parameter_once(build):
+def test_units_are_disjoint_and_contain_every_parameter_once(build):
     model = build()
     counted = [name for unit in find_units(model) for name in unit.parameter_names]
     assert sorted(counted) == sorted(name for name, _ in model.named_parameters())
@@ -222,7 +222,7 @@ def built(tree: object) -> nn.Module:
 
 
 @given(st.lists(modules, min_size=1, max_size=4))
-def test_in_any_tree_of_modules_units_are_disjoint_and_hold_every_parameter_once(trees):
+def test_units_of_any_module_tree_are_disjoint_and_contain_every_parameter_once(trees):
     model = nn.Module()
     for index, tree in enumerate(trees):
         model.add_module(f"part{index}", built(tree))
@@ -242,7 +242,7 @@ def test_in_any_tree_of_modules_units_are_disjoint_and_hold_every_parameter_once
 # ------------------------------------------------------------------------------------------------ transformers
 
 
-def test_the_layers_of_a_llama_are_units():
+def test_layers_of_a_llama_are_units():
     transformers = pytest.importorskip("transformers")
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -254,7 +254,7 @@ def test_the_layers_of_a_llama_are_units():
     assert names(units, recomputable=False) == ["model.embed_tokens", "model.norm", "lm_head"]
 
 
-def test_the_layers_of_a_bert_are_units_and_its_tied_decoder_is_counted_at_the_embedding():
+def test_layers_of_a_bert_are_units_and_its_tied_decoder_is_counted_at_the_embedding():
     transformers = pytest.importorskip("transformers")
     model = transformers.BertForMaskedLM(
         transformers.BertConfig(
@@ -265,7 +265,7 @@ def test_the_layers_of_a_bert_are_units_and_its_tied_decoder_is_counted_at_the_e
     assert list(units) == ["bert.embeddings", *(f"bert.encoder.layer.{index}" for index in range(3)), "cls"]
     assert [unit.recomputable for unit in units.values()] == [False, True, True, True, False]
     assert "bert.embeddings.word_embeddings.weight" in units["bert.embeddings"].parameter_names
-    # What is left of the head: its dense layer, its normalisation and the decoder's bias.
+    # The rest of the head: its dense layer, its normalisation and the decoder's bias.
     assert units["cls"].num_parameters == (8 * 8 + 8) + 2 * 8 + 16
     assert sum(unit.num_parameters for unit in units.values()) == sum(
         parameter.numel() for parameter in model.parameters()
@@ -283,14 +283,14 @@ def test_named_units_can_be_recomputed_in_the_order_given():
     ]
 
 
-def test_named_units_count_a_shared_parameter_at_the_first():
+def test_named_units_count_a_shared_parameter_at_the_first_unit():
     model = TinyGPT(tokens=11, width=8)
     model.head.weight = model.embedding.weight
     assert [unit.num_parameters for unit in name_units(model, ["head", "embedding"])] == [99, 0]
 
 
 @pytest.mark.parametrize("name", ["", "block.0", "blocks.3", "blocks.0.weight"])
-def test_a_name_that_is_no_module_is_refused_with_those_that_are(name):
+def test_unknown_module_name_is_rejected_with_the_known_ones(name):
     with pytest.raises(JobError, match=r"is not a module of the model \(allowed: embedding, blocks, blocks.0, "):
         name_units(TinyGPT(), [name])
 
@@ -298,17 +298,17 @@ def test_a_name_that_is_no_module_is_refused_with_those_that_are(name):
 @pytest.mark.parametrize(
     "chosen", [["blocks.0", "blocks.0"], ["blocks.0", "blocks.0.mix"], ["blocks.0.mix", "blocks.0"]]
 )
-def test_units_that_overlap_are_refused(chosen):
+def test_overlapping_units_are_rejected(chosen):
     with pytest.raises(JobError, match=rf"units '{chosen[0]}' and '{chosen[1]}' overlap"):
         name_units(TinyGPT(), chosen)
 
 
-def test_names_that_merely_begin_alike_do_not_overlap():
+def test_names_with_a_common_prefix_do_not_overlap():
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(12)))
     assert [unit.name for unit in name_units(model, ["1", "10", "11"])] == ["1", "10", "11"]
 
 
-def test_finding_units_leaves_the_model_as_it_was():
+def test_finding_units_does_not_change_the_model():
     model = TinyGPT()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     find_units(model)
@@ -317,7 +317,7 @@ def test_finding_units_leaves_the_model_as_it_was():
 
 
 class Shared(nn.Module):
-    """An encoder and a decoder of the same layers, with one embedding under two names."""
+    """An encoder and a decoder that share layers, with one embedding under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ class Shared(nn.Module):
         self.output = nn.ModuleDict({"embedding": self.embedding, "head": nn.Linear(4, 5)})
 
 
-def test_a_module_with_several_names_is_one_unit() -> None:
+def test_module_with_several_names_is_one_unit() -> None:
     names = [unit.name for unit in find_units(Shared())]
     assert names == ["embedding", "encoder.0", "encoder.1", "encoder.2", "output.head"]
 

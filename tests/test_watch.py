@@ -1,4 +1,4 @@
-"""``autotune watch`` shows what an attached run's log holds, while it grows, and is no part of the run's process."""
+"""Tests of ``autotune watch``, which shows a growing log in a process separate from the run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def shown(renderable: Any, width: int = 100) -> str:
 
 
 def written(folder: Path, *events: dict[str, Any]) -> Path:
-    """Write a run's folder with a log of these events."""
+    """Write a run folder with a log of the given events."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / LOG_NAME).write_text("".join(f"{json.dumps(event)}\n" for event in events))
@@ -92,7 +92,7 @@ def written(folder: Path, *events: dict[str, Any]) -> Path:
 
 
 class Run:
-    """Train a tiny model attached, a few steps at a time."""
+    """A tiny attached model that trains a few steps at a time."""
 
     def __init__(self, runs: Path) -> None:
         self.model = deep_gpt()
@@ -129,7 +129,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def start(folder: Path, *options: str, **streams: Any) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm-256color"}
-    # Where tests run in several processes these have a size of their own, which goes before the terminal's.
+    # If tests run in several processes, these variables set a size that overrides the terminal's.
     for name in ("COLUMNS", "LINES"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "autotune.cli.main", "watch", str(folder), *options]
@@ -137,7 +137,7 @@ def start(folder: Path, *options: str, **streams: Any) -> subprocess.Popen[bytes
 
 
 class Terminal:
-    """A terminal of a size, which remembers what was written to it."""
+    """A terminal of a given size that records its output."""
 
     def __init__(self, columns: int = 100, rows: int = 30) -> None:
         self.master, self.slave = pty.openpty()
@@ -181,7 +181,7 @@ def terminal() -> Iterator[Terminal]:
 # What is drawn.
 
 
-def test_the_panel_holds_plan_pressure_noise_scale_times_overhead_and_trips() -> None:
+def test_panel_shows_plan_pressure_noise_scale_times_overhead_and_trips() -> None:
     seen = snapshot(noise_scale=1024.4, trips=1, last_trip=(300, "two slow windows"), over_budget_steps=3)
     text = shown(panel(seen, 42.4))
     for part in (
@@ -198,7 +198,7 @@ def test_the_panel_holds_plan_pressure_noise_scale_times_overhead_and_trips() ->
         assert part in text, text
 
 
-def test_what_is_not_known_is_said_not_to_be() -> None:
+def test_unknown_values_are_shown_as_unknown() -> None:
     first = Snapshot(name="net", stage="act", units=UNITS, recomputable=frozenset(), total_steps=None, plan=Plan())
     text = shown(panel(first))
     assert "profiling" in text
@@ -206,7 +206,7 @@ def test_what_is_not_known_is_said_not_to_be() -> None:
     assert text.count("not known yet") == 3
 
 
-def test_a_panel_is_as_wide_as_its_terminal() -> None:
+def test_panel_is_as_wide_as_its_terminal() -> None:
     long = snapshot(name="net " * 99, trips=2, last_trip=(3, "why " * 99))
     for width in (40, 80, 200):
         lines = shown(panel(long, 7200.0), width).splitlines()
@@ -215,7 +215,7 @@ def test_a_panel_is_as_wide_as_its_terminal() -> None:
     assert "\n" not in line(long)
 
 
-def test_a_strip_has_a_cell_per_unit_and_never_more_than_fit() -> None:
+def test_strip_has_a_cell_per_unit_and_never_more_than_fit() -> None:
     assert strip(SNAPSHOT).plain == "·▫▫▫▫▪▪·"
     assert strip(SNAPSHOT, plain=True).plain == ".oooo##."
     many = tuple(f"blocks.{number}" for number in range(202))
@@ -224,7 +224,7 @@ def test_a_strip_has_a_cell_per_unit_and_never_more_than_fit() -> None:
     assert cells == "▫" * 16 + "◧" + "▪" * 17
 
 
-def test_what_a_log_says_does_not_act_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_text_is_escaped_for_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evil = "\x1b]0;gone\x07\x1b[2J\u202e[red]\n"
     events = (ATTACHED | {"model": evil}, TRIPPED | {"reason": evil}, DETACHED | {"reason": evil})
     folder = written(tmp_path / "run", *events)
@@ -241,7 +241,7 @@ def test_what_a_log_says_does_not_act_on_the_terminal(tmp_path: Path, capsys: py
 # What is read.
 
 
-def test_a_snapshot_from_the_log_is_the_status_of_the_tuner(run: Run) -> None:
+def test_snapshot_from_the_log_equals_the_tuner_status(run: Run) -> None:
     watched = Watched(run.folder)
     compared = 0
     for _ in range(40):
@@ -274,7 +274,7 @@ def test_a_snapshot_from_the_log_is_the_status_of_the_tuner(run: Run) -> None:
         assert getattr(found, name) == status[name], name
 
 
-def test_what_was_written_before_is_not_read_again_and_a_torn_line_waits(tmp_path: Path) -> None:
+def test_written_lines_are_read_once_and_a_torn_line_is_deferred(tmp_path: Path) -> None:
     folder = written(tmp_path / "run", ATTACHED, DECISION)
     watched = Watched(folder)
     (found,) = watched.look()
@@ -291,7 +291,7 @@ def test_what_was_written_before_is_not_read_again_and_a_torn_line_waits(tmp_pat
     assert (found.state, found.last_trip) == ("paused by a trip", (7, "two slow windows"))
 
 
-def test_of_a_long_log_only_the_last_decisions_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_decisions_of_a_long_log_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(tmp_path / "run", ATTACHED, *(DECISION | {"step": step} for step in range(999)), TRIPPED)
     monkeypatch.setattr(standing, "_RECENT_BYTES", 5000)
     watched = Watched(folder)
@@ -300,7 +300,7 @@ def test_of_a_long_log_only_the_last_decisions_are_parsed(tmp_path: Path, monkey
     assert watched.snapshot.trips == 1
 
 
-def test_a_log_of_a_former_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_of_an_earlier_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["watch", str(OLD), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["ended"], found["switches"]) == ("detached", "detach() was called", 20)
@@ -308,7 +308,7 @@ def test_a_log_of_a_former_version_is_shown(capsys: pytest.CaptureFixture[str]) 
     assert not any("acting" in event for event in earlier)
 
 
-def test_a_tuner_that_broke_has_the_figures_of_its_last_decision(tmp_path: Path) -> None:
+def test_failed_tuner_is_shown_with_the_values_of_its_last_decision(tmp_path: Path) -> None:
     watched = Watched(written(tmp_path / "run", ATTACHED, DECISION | {"placed": 3}, DETACHED))
     watched.look()
     assert watched.snapshot is not None
@@ -318,7 +318,7 @@ def test_a_tuner_that_broke_has_the_figures_of_its_last_decision(tmp_path: Path)
 # The command.
 
 
-def test_a_terminal_shows_a_run_while_it_trains_and_says_how_it_ended(run: Run, terminal: Terminal) -> None:
+def test_terminal_shows_a_training_run_and_how_it_ended(run: Run, terminal: Terminal) -> None:
     run.train(2)
     watcher = start(run.folder, stdout=terminal.slave, stdin=terminal.slave)
     assert "profiling" in terminal.wait_for("step 0")
@@ -333,7 +333,7 @@ def test_a_terminal_shows_a_run_while_it_trains_and_says_how_it_ended(run: Run, 
     assert b"\x1b[?25h" in terminal.written
 
 
-def test_a_small_terminal_shows_one_line(tmp_path: Path) -> None:
+def test_small_terminal_shows_one_line(tmp_path: Path) -> None:
     small = Terminal(60, 8)
     watcher = start(written(tmp_path / "run", ATTACHED, DECISION), "--once", stdout=small.slave)
     assert watcher.wait(120) == 0
@@ -341,7 +341,7 @@ def test_a_small_terminal_shows_one_line(tmp_path: Path) -> None:
     assert "╭" not in small.text
 
 
-def test_elsewhere_there_is_a_line_for_each_decision(run: Run) -> None:
+def test_output_that_is_not_a_terminal_gets_a_line_per_decision(run: Run) -> None:
     run.train(20)
     watcher = start(run.folder, stdout=subprocess.PIPE)
     assert watcher.stdout is not None
@@ -360,9 +360,7 @@ def test_elsewhere_there_is_a_line_for_each_decision(run: Run) -> None:
 
 
 @pytest.mark.parametrize("is_screen", [True, False])
-def test_a_run_that_was_killed_is_watched_until_an_interrupt(
-    tmp_path: Path, terminal: Terminal, *, is_screen: bool
-) -> None:
+def test_killed_run_is_watched_until_an_interrupt(tmp_path: Path, terminal: Terminal, *, is_screen: bool) -> None:
     folder = written(tmp_path / "run", ATTACHED, DECISION)
     hour_ago = time.time() - 3600
     os.utime(folder / LOG_NAME, (hour_ago, hour_ago))
@@ -375,7 +373,7 @@ def test_a_run_that_was_killed_is_watched_until_an_interrupt(
         assert watcher.wait(120) == 0
 
 
-def test_a_run_whose_log_is_not_there_yet_is_waited_for(tmp_path: Path, terminal: Terminal) -> None:
+def test_watch_waits_for_a_missing_log(tmp_path: Path, terminal: Terminal) -> None:
     folder = written(tmp_path / "run")
     (folder / LOG_NAME).unlink()
     watcher = start(folder, stdout=terminal.slave)
@@ -385,9 +383,7 @@ def test_a_run_whose_log_is_not_there_yet_is_waited_for(tmp_path: Path, terminal
     assert watcher.wait(120) == 0
 
 
-def test_json_is_one_document_of_the_last_line_and_once_ends_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_prints_one_document_and_once_exits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = written(tmp_path / "run", ATTACHED, DECISION, TRIPPED)
     assert run_command(["watch", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -411,7 +407,7 @@ def test_json_is_one_document_of_the_last_line_and_once_ends_too(
         ([ATTACHED, DECISION | {"unknown": 5}], "unknown"),
     ],
 )
-def test_what_no_tuner_wrote_is_refused_by_its_line(
+def test_line_not_written_by_a_tuner_is_rejected(
     tmp_path: Path, events: list[dict[str, Any]], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(["watch", str(written(tmp_path / "run", *events)), "--json"]) == 2
@@ -420,7 +416,7 @@ def test_what_no_tuner_wrote_is_refused_by_its_line(
     assert said in error
 
 
-def test_a_log_that_becomes_shorter_or_something_else_is_refused(tmp_path: Path) -> None:
+def test_truncated_or_replaced_log_is_rejected(tmp_path: Path) -> None:
     watched = Watched(written(tmp_path / "run", ATTACHED, DECISION))
     watched.look()
     written(tmp_path / "run", ATTACHED)
@@ -432,7 +428,7 @@ def test_a_log_that_becomes_shorter_or_something_else_is_refused(tmp_path: Path)
         watched.look()
 
 
-def test_what_is_no_attached_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_is_not_an_attached_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = shutil.copytree(OLD.parent / "tune", tmp_path / "tune")
     for folder, said in (
         (tmp_path / "nowhere", "not a run directory"),
@@ -469,7 +465,7 @@ print([name for name in ("rich", "mlflow") if name in sys.modules])
     assert answer.stdout.strip() == "[]", answer.stderr
 
 
-def test_measured_and_predicted_times_are_those_of_the_plans_that_ran() -> None:
+def test_shown_times_are_those_of_the_plans_that_ran() -> None:
     limits = dataclasses.replace(RESTLESS, decide_every=10)
     tuned = train(deep_gpt, token_batches, gpt_loss, 120, policy="exact", memory_budget_bytes=10**6, limits=limits)
     late = [event for event in tuned.events if event["event"] == "decision"][-4:]  # type: ignore[attr-defined]

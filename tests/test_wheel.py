@@ -1,4 +1,4 @@
-"""What a user installs: one import package, with the jobs and the policies inside it."""
+"""Tests of the wheel: one import package that contains the jobs and policies."""
 
 import subprocess
 import sys
@@ -18,13 +18,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def test_the_wheel_installs_one_import_package_only(wheel: Path) -> None:
+def test_wheel_installs_one_import_package_only(wheel: Path) -> None:
     assert wheel.name.startswith("autotune_rl-")
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"autotune"}
 
 
-def test_the_wheel_carries_jobs_policies_types_and_licence(wheel: Path) -> None:
+def test_wheel_contains_jobs_policies_types_and_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"autotune/_envs/charlm.py", "autotune/_envs/digits.py", "autotune/py.typed"} <= names
     assert any(name.startswith("autotune/_policies/") for name in names)
@@ -35,7 +35,7 @@ def test_the_wheel_carries_jobs_policies_types_and_licence(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_of_the_catalog_loads_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
+def test_catalog_job_loads_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = "import autotune; job = autotune.load_job('digits'); print(autotune.__file__, job.name)"
     environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}

@@ -1,4 +1,4 @@
-"""What lies in the working directory is the job's alone: it never stands in for a library, a job's neighbours do."""
+"""Tests of the working directory: only jobs import from it, and it never replaces a library."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import tiny_job
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ["csv", "json", "pydantic", "deepspeed", "ray", "zeus", "pynvml", "triton", "opt_einsum", "numpy", "optuna"]
-# As the installed command starts: without Python's own entry for the working directory.
+# The installed command starts this way, without Python's own entry for the working directory.
 PROGRAM = [sys.executable, "-P", "-c", "from autotune.cli.main import main; main()"]
 
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """Return a folder with a file for each library that leaves a mark when it runs, and with a package of jobs."""
+    """Return a folder with a package of jobs and a fake of each library that leaves a mark when imported."""
     for name in LIBRARIES:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
     (tmp_path / "pkg").mkdir()
@@ -44,13 +44,13 @@ def started(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[s
     ],
     ids=["help", "doctor", "explain", "catalog", "module"],
 )
-def test_no_file_of_the_working_directory_stands_in_for_a_library(arguments: list[str], hostile: Path) -> None:
+def test_files_in_the_working_directory_do_not_replace_libraries(arguments: list[str], hostile: Path) -> None:
     done = started(arguments, hostile)
     assert done.returncode == 0, done.stderr
     assert not (hostile / "ran").exists(), (hostile / "ran").read_text()
 
 
-def test_not_even_where_the_version_is_asked_for(hostile: Path) -> None:
+def test_version_option_imports_nothing_from_the_working_directory(hostile: Path) -> None:
     assert "Traceback" not in started(["--version"], hostile).stderr
     assert not (hostile / "ran").exists(), (hostile / "ran").read_text()
 
@@ -89,7 +89,7 @@ except ImportError:
 
 
 def lay(folder: Path) -> None:
-    """Write what a job imports at its load, in its factory and later, and what those import."""
+    """Write modules that a job imports on loading, in its factory and later, and their imports."""
     for name in ("in_factory", "by_name", "early_of_early"):
         (folder / f"{name}.py").write_text("HERE = True\n")
     by_name = "import importlib\nHERE = importlib.import_module('by_name').HERE\n"
@@ -111,14 +111,12 @@ def lay(folder: Path) -> None:
         ("jobs/my.odd job.py", "jobs", "jobs/my.odd job.py"),
     ],
 )
-def test_a_job_finds_its_neighbours_whenever_it_asks_and_nobody_else_does(
-    job: str, beside: str, reference: str, tmp_path: Path
-) -> None:
+def test_only_the_job_can_import_its_neighbour_modules(job: str, beside: str, reference: str, tmp_path: Path) -> None:
     (tmp_path / job).parent.mkdir(exist_ok=True)
     (tmp_path / job).write_text(NEIGHBOURS)
     lay(tmp_path / beside)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    # The program's own module gets what is already loaded, and asks for what is not.
+    # Code of the program gets modules that are already loaded, and imports the others itself.
     program = LOAD.replace("early_of_early", "not_yet_loaded")
     (tmp_path / beside / "not_yet_loaded.py").touch()
     done = subprocess.run(
@@ -144,7 +142,7 @@ except ImportError:
 """
 
 
-def test_a_job_of_the_catalog_has_no_neighbours(tmp_path: Path) -> None:
+def test_catalog_job_has_no_neighbour_modules(tmp_path: Path) -> None:
     (tmp_path / "not_installed.py").touch()
     done = subprocess.run(
         [sys.executable, "-P", "-c", ASKED_BY_A_REFERENCE_JOB],
@@ -158,7 +156,7 @@ def test_a_job_of_the_catalog_has_no_neighbours(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_lies_in_the_working_directory_comes_before_what_lies_beside_the_file(tmp_path: Path) -> None:
+def test_working_directory_precedes_the_folder_of_the_job_file(tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "my_job.py").write_text("import helper\nraise SystemExit(helper.WHERE)\n")
     (tmp_path / "jobs" / "helper.py").write_text("WHERE = 'beside the file'\n")
@@ -182,7 +180,7 @@ for reference in sys.argv[1:]:
 """
 
 
-def test_two_jobs_whose_neighbours_have_one_name_are_not_mixed_up(tmp_path: Path) -> None:
+def test_neighbour_modules_of_the_same_name_are_kept_apart(tmp_path: Path) -> None:
     source = "import tiny_job\nimport parts\njob = tiny_job.make(name=parts.NAME)\n"
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -219,7 +217,7 @@ for reference in sys.argv[1:]:
 """
 
 
-def test_a_working_directory_that_is_gone_is_no_failure(tmp_path: Path) -> None:
+def test_missing_working_directory_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("raise SystemExit(7)")
     done = subprocess.run(
         [sys.executable, "-P", "-c", GONE, "nowhere:job", "nowhere.py", str(tmp_path / "ends.py")],

@@ -1,4 +1,4 @@
-"""Loops that people write train to the same bits when attached, within every budget, and with nothing left behind."""
+"""Tests of many common training loops: attached, they stay bit-identical within every budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zoo import Run
 from autotune import AttachError
 from autotune.plan import Plan, Storage
 
-# These are run each time; the others with the slow tests.
+# These loops run each time, the others with the slow tests.
 QUICK = {"gpt", "gan", "lbfgs", "maml", "growing_batches", "auxiliary_forwards", "prefetch_thread", "hf_t5"}
 
 LOOPS = [
@@ -30,7 +30,7 @@ LOOPS = [
 
 
 def loop_of(name: str) -> ModuleType:
-    """Return a loop, if what it needs is installed."""
+    """Return a loop if its requirements are installed."""
     try:
         return importlib.import_module(f"zoo.{name}")
     except ModuleNotFoundError as error:
@@ -47,14 +47,14 @@ def trained(loop: ModuleType, run: Run) -> Run:
 
 
 def assert_same(one: Run, two: Run) -> None:
-    """Compare losses, all that was trained, and the generators, to the bit: one NaN is another one as well."""
+    """Compare losses, trained state and generators bit for bit; NaN equals NaN."""
     pairs = [(one.losses, two.losses), (tree_leaves(one.kept), tree_leaves(two.kept))]
     assert all(is_same(a, b) for these, those in pairs for a, b in zip(these, those, strict=True))
     assert one.drawn == two.drawn
 
 
 def is_same(one: Any, two: Any) -> bool:
-    """Tell whether two tensors or values are the same to the bit."""
+    """Tell whether two tensors or values are bit-identical."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, two) or (one.dtype == two.dtype and torch.equal(bits_of(one), bits_of(two)))
     return bool(one == two) or (isinstance(one, float) and math.isnan(one) and math.isnan(two))
@@ -65,14 +65,14 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_locks(loop: ModuleType, run: Run) -> None:
-    """Ask that what is locked is what the loop says, and that the tuner is still there."""
+    """Check that the locks are those that the loop declares, and that the tuner is still attached."""
     assert run.status["attached"], run.status["detached_because"]
     locked = {name: why for name, why in run.locks.items() if name not in ("accumulation_steps", "precision")}
     expected = getattr(loop, "LOCKED", {})
     observed = getattr(loop, "OBSERVED", None)
     if observed is not None:
         expected = {**expected, "units": observed}
-    # Chance says in which runs a profile fails.
+    # It is random in which runs a profile fails.
     by_chance = expected.keys() if hasattr(loop, "BY_CHANCE") else {"profile"}
     expected = {name: part for name, part in expected.items() if name in locked or name not in by_chance}
     assert locked.keys() == expected.keys(), locked
@@ -84,7 +84,7 @@ def attached(loop: ModuleType, **attaching: Any) -> Run:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_trains_to_the_same_bits_within_every_budget(name: str) -> None:
+def test_attached_loop_is_bit_identical_within_every_budget(name: str) -> None:
     loop = loop_of(name)
     refused = getattr(loop, "REFUSED", None)
     if refused is not None:
@@ -105,7 +105,7 @@ def test_a_loop_trains_to_the_same_bits_within_every_budget(name: str) -> None:
 
 
 def kept_where_locked(run: Run) -> list[Plan]:
-    """Return the plans of a run as they were followed: the first is made before anybody knows what is locked."""
+    """Return the plans of a run as executed: the first is made before the locks are known."""
     return [
         plan.changed(storage={name: Storage.SAVE if name in run.locks else own for name, own in plan.storage.items()})
         for plan in run.used
@@ -113,7 +113,7 @@ def kept_where_locked(run: Run) -> list[Plan]:
 
 
 def within(loop: ModuleType, alone: Run, lean: Run) -> None:
-    """Attach under a budget that moves, and meter each step of a run alone under the plans that the tuner chose."""
+    """Attach under a changing budget, and meter each step of an unattached run under the same plans."""
     leanest = trained(loop, Run(plans=kept_where_locked(lean)))
     everything = lean.used[0].changed(storage=dict.fromkeys(lean.used[0].storage, Storage.SAVE))
     fullest = trained(loop, Run(plans=[everything]))
@@ -134,7 +134,7 @@ def within(loop: ModuleType, alone: Run, lean: Run) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_trains_on_in_the_modes_that_round(name: str) -> None:
+def test_loop_trains_in_rounding_modes(name: str) -> None:
     loop = loop_of(name)
     for mode in getattr(loop, "MODES", ()):
         alone, tuned = trained(loop, Run()), attached(loop, policy=Roams(), mode=mode, memory_budget_bytes=10**12)
@@ -143,7 +143,7 @@ def test_a_loop_trains_on_in_the_modes_that_round(name: str) -> None:
 
 
 def far(one: Run, two: Run) -> float:
-    """Return how far the trained numbers of two runs are apart, over what the first one's come to."""
+    """Return the distance between the trained values of two runs, relative to the first run's norm."""
     both = list(zip(tree_leaves(one.kept[0]), tree_leaves(two.kept[0]), strict=True))
     pairs = [(a, b) for a, b in both if isinstance(a, torch.Tensor) and a.is_floating_point()]
     apart = sum(float((a - b).double().square().sum()) for a, b in pairs)

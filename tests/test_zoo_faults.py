@@ -1,4 +1,4 @@
-"""Whatever goes wrong in an attached run or in its tuner, the run goes on, or ends, as it would have alone."""
+"""Tests of faults in an attached run or its tuner: the run continues or ends as it would unattached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zoo import Alone, Run
 from autotune import Settings
 from autotune.live.kill_switches import KILL_VARIABLE
 
-# Refused, of a framework, compiled, or with workers.
+# Excluded loops: rejected, run by a framework, compiled, or with workers.
 LEFT_OUT = (
     "hf_",
     "trl_",
@@ -36,20 +36,20 @@ LEFT_OUT = (
     "prefetch_",
 )
 NAMES = sorted(str(found.values[0]) for found in LOOPS if not str(found.values[0]).startswith(LEFT_OUT))
-# Loops that go on with the next batch where memory ran out.
+# Loops that continue with the next batch after running out of memory.
 SKIPPING = sorted(name for name in NAMES if name.startswith("memory_skipped"))
 ENDS = {"exception": ValueError, "interrupt": KeyboardInterrupt, "memory": MemoryError}
-# What the run alone meets as well.
+# Faults that affect the unattached run as well.
 OWN = (*ENDS, *NOT_FINITE, *OUT_OF_MEMORY, "memory skipped")
 TUNERS = ("stop", "kill", "detach", "policy", "hang", "lie", "disk", "folder")
 FAULTS = (*OWN, *TUNERS, "server")
-# Its model is never called as a whole.
+# The model of this loop is never called as a whole.
 ROOTLESS = {"nan in loss": "cyclegan", "memory between": "cyclegan"}
 FOLLOWER, DEAD_SERVER = "autotune-follower", "http://127.0.0.1:9"
 
 
 class Skips(Alone):
-    """Skip an update whose gradient is not finite, as ``LiveTuner.step`` says that it does."""
+    """A stand-in that skips updates with nonfinite gradients, as ``LiveTuner.step`` is documented to do."""
 
     def step(self) -> bool:
         """Clip, update, and clear the gradients."""
@@ -62,17 +62,17 @@ class Skips(Alone):
 
 
 class Faulty(Run):
-    """Go wrong at a step, as somebody's machine or code does.
+    """A run with a fault at one step, as a user's machine or code may have.
 
     Attributes:
-        ended: by which exception the loop ended; ``None`` for none.
-        injected: whether it went wrong.
+        ended: exception that ended the loop; ``None`` for none.
+        injected: whether the fault occurred.
 
     Args:
-        fault: how.
-        at: after how many of the losses that are logged.
-        folder: where an attached run is logged.
-        attaching: what to attach with; ``None`` trains alone.
+        fault: kind of the fault.
+        at: number of logged losses before the fault.
+        folder: folder for the log of an attached run.
+        attaching: arguments of ``attach``; ``None`` trains unattached.
     """
 
     def __init__(self, fault: str, at: int, folder: Path, attaching: dict[str, Any] | None) -> None:
@@ -84,11 +84,11 @@ class Faulty(Run):
 
     @property
     def injected(self) -> bool:
-        """Tell whether it went wrong."""
+        """Tell whether the fault occurred."""
         return self._went_wrong if self._own is None else self._own.fired
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
-        """Put what goes wrong by itself into the model or its optimizer, as its owner would, and attach."""
+        """Insert faults of the model or optimizer, as its owner would, and attach."""
         kind = "memory in forward" if self.fault == "memory skipped" else self.fault
         if kind in (*NOT_FINITE, *OUT_OF_MEMORY):
             self._own = OwnFault(kind, lambda: len(self.losses) >= self.at, model, optimizer)
@@ -97,7 +97,7 @@ class Faulty(Run):
         return super().attach(model, optimizer, **options)
 
     def log(self, *losses: Any) -> None:
-        """Note losses; where it is time, go wrong."""
+        """Record losses, and cause the fault when it is due."""
         super().log(*losses)
         if len(self.losses) >= self.at and not self._went_wrong:
             self._go_wrong()
@@ -116,12 +116,12 @@ class Faulty(Run):
         elif self.fault == "detach":
             tuner.detach()
         elif self.fault == "disk":
-            # A disk without room.
+            # A full disk.
             log = tuner._pilot.log
             log._file.close()
             log._file = Path("/dev/full").open("ab")  # noqa: SIM115
         elif self.fault == "folder":
-            # A name that is too long raises as a folder does that may not be looked into.
+            # A too long name raises the same kind of error as an inaccessible folder.
             tuner._stop_file = tuner.folder / ("STOP" * 100)
         if self.fault in ("policy", "hang"):
             self._went_wrong = self.attaching is not None and self.attaching["policy"].raised
@@ -131,7 +131,7 @@ class Faulty(Run):
             self._went_wrong = True
 
     def arguments(self, **options: Any) -> dict[str, Any]:
-        """Attach with a run's folder, and what goes wrong outside of the run."""
+        """Add the run's folder and faults outside the run to the arguments."""
         found = {**super().arguments(**options), "runs_dir": self.folder}
         found["settings"] = replace(found.get("settings", Settings()), mlflow=self.fault == "server")
         if self.fault == "lie":
@@ -144,7 +144,7 @@ class Faulty(Run):
 
 
 class Trouble(Wanders):
-    """Wander, but raise or be late once."""
+    """A policy that wanders, and raises or is late once."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -169,9 +169,9 @@ def ended(loop: Any, run: Faulty) -> Faulty:
 
 
 def drawn(count: int) -> list[tuple[str, str, int, int]]:
-    """Return loops with a fault each: a loop, the fault, its step, and the budget."""
+    """Return cases, each of a loop, a fault, its step and the budget."""
     choice = random.Random(0)
-    # Each process that sends to a server imports for seconds.
+    # Each process that sends to a server takes seconds to import its libraries.
     faults = ["server"] * 5 + [(*OWN, *TUNERS)[number % len((*OWN, *TUNERS))] for number in range(count - 5)]
     choice.shuffle(faults)
     found = []
@@ -182,7 +182,7 @@ def drawn(count: int) -> list[tuple[str, str, int, int]]:
 
 
 DRAWN = drawn(200)
-# One of each fault is run each time; the others with the slow tests.
+# One case of each fault runs each time, the others with the slow tests.
 QUICKLY = {fault: number for number, (_, fault, _, _) in reversed(list(enumerate(DRAWN))) if fault != "server"}
 
 
@@ -196,7 +196,7 @@ def _nothing_follows() -> Iterator[None]:
             assert not thread.is_alive()
 
 
-def test_each_fault_is_met_several_times() -> None:
+def test_each_fault_occurs_several_times() -> None:
     counts = Counter(fault for _, fault, _, _ in DRAWN)
     assert counts.keys() == set(FAULTS)
     assert min(counts.values()) >= 5
@@ -209,7 +209,7 @@ def test_each_fault_is_met_several_times() -> None:
         for number, one in enumerate(DRAWN)
     ],
 )
-def test_a_fault_changes_nothing_of_a_run(
+def test_fault_changes_nothing_in_a_run(
     name: str, fault: str, at: int, budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KILL_VARIABLE, "")

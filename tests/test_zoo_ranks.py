@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank of an attached run, all ranks end as they would have alone."""
+"""Tests of faults on one rank of an attached run: all ranks end as they would unattached."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ranks import TESTS
 from zoo_ranks import MODELS, STEPS, Case
 
 MOMENTS = ("forward", "backward", "update")
-# How one rank leaves, for each of the models.
+# The ways in which one rank leaves, for each model.
 LEAVING = dict(zip(MODELS, ("detach", "stop", "variable", "detach", "stop"), strict=True))
 
 
 def run(cases: list[Case], folder: Path) -> list[list[dict[str, Any]]]:
-    """Run cases, and return how each rank of each ended."""
+    """Run cases, and return how each rank of each case ended."""
     (folder / "cases.json").write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
@@ -34,7 +34,7 @@ def run(cases: list[Case], folder: Path) -> list[list[dict[str, Any]]]:
 
 
 def cases_of(model: str) -> Iterator[Case]:
-    """Yield cases of a model: alone, with a slow rank, one that leaves, and each that is killed."""
+    """Yield cases of a model: unattached, with a slow rank, with one that leaves, and with each rank killed."""
     choice = random.Random(model)
 
     def faulty(fault: str, rank: int, *, attached: bool = True) -> Case:
@@ -43,7 +43,7 @@ def cases_of(model: str) -> Iterator[Case]:
 
     yield Case(model=model, attached=False)
     yield faulty("slow", choice.randrange(2))
-    # Where nothing is written, no file stops anything.
+    # Without a run folder there is no file to stop the tuner.
     yield faulty(LEAVING[model], 0 if LEAVING[model] == "stop" else choice.randrange(2))
     yield faulty("killed", choice.randrange(2), attached=False)
     yield from (faulty("killed", rank) for rank in (0, 1))
@@ -51,7 +51,7 @@ def cases_of(model: str) -> Iterator[Case]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_a_fault_on_one_rank_changes_nothing_of_a_run(model: str, tmp_path: Path) -> None:
+def test_fault_on_one_rank_changes_nothing_in_a_run(model: str, tmp_path: Path) -> None:
     cases = list(cases_of(model))
     found = run(cases, tmp_path)
     alone, survived = found[0], []
@@ -64,11 +64,11 @@ def test_a_fault_on_one_rank_changes_nothing_of_a_run(model: str, tmp_path: Path
         assert [one["bits"] for one in ended] == [one["bits"] for one in alone], case
         assert ended[case.rank]["injected"] == case.attached
         if case.attached:
-            # Where one rank leaves, both do.
+            # If one rank leaves, both do.
             assert all((one["why"] is None) == (case.fault == "slow") for one in ended), (case, ended)
     without, *attached = survived
     assert without["code"] == 1
     for one in attached:
         assert (one["code"], one["error"]) == (without["code"], without["error"])
-        # An agreement that was waited for would be given up after hours.
+        # A blocking agreement would time out only after hours.
         assert one["after_s"] < 10 * max(without["after_s"], 1.0)

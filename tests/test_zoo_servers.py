@@ -1,4 +1,4 @@
-"""A tracking server that is dead, hangs or answers with errors changes nothing of how a followed run ends, or when."""
+"""Tests of failing tracking servers: they do not affect how or when a followed run ends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     ("server", "end", "code"),
     [("absent", "raised", 1), ("hanging", "detached", 7), ("answering 500", "killed", -signal.SIGKILL)],
 )
-def test_a_dead_server_changes_neither_a_run_nor_its_end(server: str, end: str, code: int, tmp_path: Path) -> None:
+def test_dead_server_changes_neither_a_run_nor_its_end(server: str, end: str, code: int, tmp_path: Path) -> None:
     mark = f"{os.getpid()}-{server}"
     with dead_server(server) as uri:
         paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
@@ -69,7 +69,7 @@ def test_a_dead_server_changes_neither_a_run_nor_its_end(server: str, end: str, 
             check=False,
         )
         assert done.returncode == code, done.stderr
-        # Neither the run nor whoever reads what it prints has waited for what follows it, which stood still.
+        # Neither the run nor the reader of its output waited for the sender, which was stopped.
         (follower,) = processes(mark)
         os.kill(follower, signal.SIGCONT)
         wait_until(lambda: not processes(mark), "what follows the run goes on without it", 200.0)

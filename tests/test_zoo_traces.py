@@ -1,4 +1,4 @@
-"""From attach to detach, however a run ends, no byte, hook, thread, file, setting or object of ours is left behind."""
+"""Tests that a detached tuner leaves no bytes, hooks, threads, files, settings or objects behind."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from zoo import Run
 from autotune.live.kill_switches import KILL_VARIABLE
 from autotune.mechanics.devices import quiet_profiler
 
-# What a tuner still is once it is detached: it runs the loop, and has the step that an exception ended.
+# Objects of a detached tuner: it still runs the loop, and has the step that an exception ended.
 HELD = {"LiveTuner", "Attached", "Limits", "Size", "BudgetFunction", "Trained", "Update", "WholeTensors", "RunningStep"}
 LEAKS: dict[str, str] = {}
 # Loops whose modules hold graphs where an exception ends them: what can still be run backward through holds what would
 # recompute it.
 HOLD_GRAPHS = {"metrics_on_modules"}
-# Loops that note too few losses to be ended under way.
+# Loops that log too few losses to be ended midway.
 SHORT = {"fork_workers"}
 WAYS = ("its end", "an exception", "the variable", "disabled")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _profiled_before() -> None:
-    """Let torch's profiler start the thread that it has from its first use to the end of a process."""
+    """Start the thread that torch's profiler keeps from its first use to the end of the process."""
     with quiet_profiler(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         torch.ones(1)
 
 
 class OwnError(Exception):
-    """Somebody's own exception."""
+    """A user's exception."""
 
 
 class Watched(Run):
-    """Run a loop until it ends in some way, and note what that changed.
+    """A run of a loop that ends in a given way, and a record of the changes it left.
 
     Attributes:
-        happened: whether something has ended it, or its tuner.
-        bytes: of all tensors that are alive after it, and were made by it.
-        process: what changed in the process.
-        objects: what changed in models and optimizers.
-        held: the package's objects that are alive while the loop's owner still has the tuner.
-        left: those that are alive after that.
+        happened: whether the loop or its tuner was ended.
+        bytes: bytes of live tensors that the run created.
+        process: changes in the process.
+        objects: changes in models and optimizers.
+        held: live objects of the package while the loop's owner still has the tuner.
+        left: live objects of the package after that.
 
     Args:
         way: one of ``WAYS``.
-        attaching: what to attach with; ``None`` trains alone.
-        patch: sets what the process's environment has.
+        attaching: arguments of ``attach``; ``None`` trains unattached.
+        patch: sets environment variables.
     """
 
     def __init__(self, way: str, attaching: dict[str, Any] | None, patch: pytest.MonkeyPatch) -> None:
@@ -66,12 +66,12 @@ class Watched(Run):
         self._others: list[threading.Thread] = []
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
-        """Note what model and optimizer are like, and attach."""
+        """Record the state of model and optimizer, and attach."""
         self._before.append((model, optimizer, traces.of_objects(model, optimizer)))
         return super().attach(model, optimizer, **options)
 
     def log(self, *losses: Any) -> None:
-        """Note losses, and end the loop where it is time."""
+        """Record losses, and end the loop when it is due."""
         super().log(*losses)
         if len(self.losses) >= 4 and not self.happened and self.way in ("the variable", "an exception"):
             self.happened = True
@@ -81,7 +81,7 @@ class Watched(Run):
                 raise OwnError
 
     def observed(self, loop: Any) -> Watched:
-        """Train, and note what that changed."""
+        """Train, and record the changes."""
         self.patch.setenv(KILL_VARIABLE, "1" if self.way == "disabled" else "0")
         process = traces.of_process()
         self._others = threading.enumerate()
@@ -94,7 +94,7 @@ class Watched(Run):
                 for change in traces.changes(before, traces.of_objects(model, optimizer))
             }
             self.bytes, self.held = traces.live_bytes(), traces.alive()
-            # A tuner holds its model.
+            # A tuner references its model.
             self.tuner = None
             self._before = []
             self.left = traces.alive()
@@ -114,7 +114,7 @@ class Watched(Run):
 
 
 def cases() -> Iterator[Any]:
-    """Yield a loop and a way for each loop, and all ways for the quick ones."""
+    """Yield each loop with one way of ending, and quick loops with all ways."""
     for number, found in enumerate(LOOPS):
         name = str(found.values[0])
         for way in WAYS if name in QUICK else ("its end" if name in SHORT else WAYS[number % len(WAYS)],):
@@ -126,7 +126,9 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "way"), list(cases()))
-def test_nothing_is_left_behind(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detached_tuner_leaves_nothing_behind(
+    name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = loop_of(name)
     if hasattr(loop, "REFUSED"):
         pytest.skip("it is refused")
@@ -136,7 +138,7 @@ def test_nothing_is_left_behind(name: str, way: str, tmp_path: Path, monkeypatch
     assert attached.happened == (way in ("the variable", "an exception"))
     assert_same(alone, attached)
     assert attached.objects == alone.objects
-    # What a library does the first time that it is used, it does for the run alone.
+    # First-use effects of libraries happen in the unattached run.
     assert attached.process <= alone.process
     if name in HOLD_GRAPHS and way == "an exception":
         return

@@ -1,4 +1,4 @@
-"""Small real jobs for tests: a byte-level network on a real text, and ways to get a job wrong."""
+"""Small real jobs for tests: a byte-level network on real text, and ways to make a job invalid."""
 
 from collections.abc import Iterable, Iterator
 

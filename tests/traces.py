@@ -1,4 +1,4 @@
-"""Look at all that a tuner could leave in a model, in its optimizer, or in the process."""
+"""Find everything that a tuner could leave in a model, in its optimizer or in the process."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Facts = dict[str, object]
 
 
 def of_process() -> Facts:
-    """Return what a process has besides its objects: threads, files, settings, hooks."""
+    """Return the state of the process besides its objects: threads, files, settings, hooks."""
     tables = {
         name: dict(table)
         for module in (nn.modules.module, sys.modules["torch.optim.optimizer"])
         for name, table in vars(module).items()
         if name.startswith("_global_") and isinstance(table, dict)
     }
-    # Those that torch's compiler makes as it compiles are as many as its runs.
+    # torch's compiler creates one of these per compilation.
     contexts = {one.name: value for one, value in contextvars.copy_context().items() if "ConfigPatch" not in one.name}
     return {
         **{f"hooks {name}": {key: id(hook) for key, hook in table.items()} for name, table in tables.items()},
@@ -56,7 +56,7 @@ def of_process() -> Facts:
 
 
 def of_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> Facts:
-    """Return what modules, parameters and an optimizer hold, by identity."""
+    """Return the contents of modules, parameters and an optimizer, by identity."""
     found: Facts = {}
     for name, module in model.named_modules():
         found |= _held(f"{name or 'model'}:", module)
@@ -77,7 +77,7 @@ def of_objects(model: nn.Module, optimizer: torch.optim.Optimizer) -> Facts:
 
 
 def changes(before: Facts, after: Facts) -> set[str]:
-    """Return what was added, taken away or changed, by name."""
+    """Return additions, removals and changes, by name."""
     return (
         {f"added {name}" for name in after.keys() - before.keys()}
         | {f"gone {name}" for name in before.keys() - after.keys()}
@@ -87,7 +87,7 @@ def changes(before: Facts, after: Facts) -> set[str]:
 
 @contextlib.contextmanager
 def only_new_objects() -> Iterator[None]:
-    """Let the collector see those objects alone that the body makes."""
+    """Let the garbage collector see only objects created in the body."""
     gc.freeze()
     try:
         yield
@@ -96,22 +96,22 @@ def only_new_objects() -> Iterator[None]:
 
 
 def live_bytes() -> int:
-    """Return the bytes of all tensors that the collector sees."""
+    """Return the bytes of all tensors that the garbage collector sees."""
     gc.collect()
     found = (one for one in gc.get_objects() if isinstance(one, torch.Tensor))
-    # What a compiler traces with has no memory.
+    # Tensors used for compiler tracing have no memory.
     return sum(storages([one for one in found if not isinstance(one, FakeTensor)]).values())
 
 
 def alive() -> list[str]:
-    """Return the types of the package's live objects that the collector sees: tuners, pilots, profilers, forwards."""
+    """Return the types of the package's live objects: tuners, pilots, profilers, forwards."""
     gc.collect()
     kinds = (type(one) for one in gc.get_objects())
     return sorted(kind.__name__ for kind in kinds if str(kind.__module__).startswith(OURS))
 
 
 def _listed(name: str, held: object) -> Facts:
-    """Return what a dictionary holds; of hooks, which a counter of the whole process numbers, in their order."""
+    """Return the items of a dictionary; hooks in their order, because a process-wide counter numbers them."""
     if not isinstance(held, Mapping):
         return {}
     keys = range(len(held)) if "hooks" in name else held
@@ -125,7 +125,7 @@ def _held(name: str, owner: object) -> Facts:
 
 def _open_files() -> Iterator[tuple[str, str]]:
     for entry in list(Path("/proc/self/fd").iterdir()):
-        # One of them is that of this look itself.
+        # One of them belongs to this check itself.
         with contextlib.suppress(OSError):
             path = str(entry.readlink())
             if not path.endswith("/fd"):

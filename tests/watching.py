@@ -1,4 +1,4 @@
-"""Watch what a training does inside: samples of micro-batches, how many make a step, dtypes, what is recomputed."""
+"""Record the inside of training: samples per micro-batch, micro-batches per step, dtypes and recomputation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Watcher:
-    """Watch the linear layers of some units of a model while somebody else's loop trains it.
+    """A recorder of the linear layers of some units while another loop trains the model.
 
-    The product itself is watched, not its module: what a unit hands on can be cast to another dtype.
+    The matrix product is recorded, not its module, because a unit's output can be cast to another dtype.
 
     Args:
         model: the model.
@@ -34,7 +34,7 @@ class Watcher:
             self._units[id(linear.weight)] = unit
         self._linear = F.linear
         F.linear = self._watched
-        # Of any optimizer: the loop makes its own.
+        # The hook applies to any optimizer, because the loop makes its own.
         self._handle = register_optimizer_step_post_hook(self._stepped)
 
     def _watched(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Watcher:
         if unit is None or not torch.is_grad_enabled():
             return output
         self.dtypes[unit].add(str(output.dtype).removeprefix("torch."))
-        # Inside a backward pass a layer runs only to be recomputed.
+        # Inside a backward pass, a layer runs only for recomputation.
         if torch._C._current_graph_task_id() != -1:
             self.recomputed.add(unit)
         elif unit == next(iter(self.dtypes)):
@@ -61,7 +61,7 @@ class Watcher:
         self._handle.remove()
 
     def seen(self) -> dict[str, Any]:
-        """Return what was seen, as a JSON object."""
+        """Return the record as a JSON object."""
         return {
             "steps": self.steps,
             "k": sorted(self.ks),

@@ -1,4 +1,4 @@
-"""Run loops on two ranks, alone and attached, with a fault on one of them, and write down how each rank ended.
+"""Run loops on two ranks, attached and unattached, with a fault on one of them, and record how each rank ended.
 
 The ranks of each run are forked from a process that has imported all that they need, and end as a script does.
 """
@@ -33,7 +33,7 @@ import autotune
 from autotune.live.kill_switches import KILL_VARIABLE
 
 STEPS, ACCUMULATED, SLOW_S, WORLD = 14, 3, 3.0, 2
-# Far more than any run takes: a rank that waits for another in an agreement hangs.
+# Far longer than any run takes: a rank that waits for another in an agreement hangs.
 RANK_TIMEOUT_S, HANGS_S = 10_000.0, 60.0
 
 
@@ -72,15 +72,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is run, and what goes wrong.
+    """A run and its fault.
 
     Attributes:
         model: one of ``MODELS``.
-        attached: whether a tuner is.
+        attached: whether a tuner is attached.
         fault: ``killed``, ``slow``, ``detach``, ``stop``, ``variable`` or ``none``.
-        rank: where.
-        step: in which step.
-        moment: where in it: ``forward``, ``backward`` or ``update``, at its end.
+        rank: rank of the fault.
+        step: step of the fault.
+        moment: place in the step: the end of ``forward``, ``backward`` or ``update``.
     """
 
     model: str
@@ -92,11 +92,11 @@ class Case:
 
 
 class Rank:
-    """Run one rank of a case.
+    """One rank of a case.
 
     Args:
         case: the case.
-        folder: where it is written down.
+        folder: folder for the record.
     """
 
     def __init__(self, case: Case, folder: Path) -> None:
@@ -123,7 +123,7 @@ class Rank:
             )
 
     def at(self, moment: str) -> None:
-        """Go wrong, if it is time."""
+        """Cause the fault if it is due."""
         case = self.case
         if (case.rank, case.step, case.moment) != (self.rank, self.step, moment):
             return
@@ -141,7 +141,7 @@ class Rank:
             os.environ[KILL_VARIABLE] = "1"
 
     def train(self) -> None:
-        """Train, in the way of the case."""
+        """Train as the case says."""
         one_step = self.accumulate if self.case.model == "by_hand" else self.one_step
         for self.step in range(STEPS):
             one_step()
@@ -167,7 +167,7 @@ class Rank:
         self.losses.append(float(loss.detach()))
 
     def tell(self, name: str, *about: Any) -> None:
-        """Tell the tuner, if there is one."""
+        """Notify the tuner, if there is one."""
         if self.tuner is not None:
             getattr(self.tuner, name)(*about)
 
@@ -192,7 +192,7 @@ class Rank:
         self.tell("end_step")
 
     def document(self) -> dict[str, Any]:
-        """Return what came of it."""
+        """Return the results."""
         found = hashlib.sha256(repr([self.losses, torch.get_rng_state().tolist()]).encode())
         for tensor in self.model.state_dict().values():
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -207,7 +207,7 @@ class Rank:
 
 
 def be(rank: int, case: Case, folder: Path) -> None:
-    """Run one rank, in a process of its own: what it raises ends it."""
+    """Run one rank in its own process; an exception ends it."""
     os.environ[KILL_VARIABLE] = ""
     random.seed(rank)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
@@ -248,7 +248,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
     found = []
-    # What is imported is shared, and looked at by no collector: it would be copied for each rank.
+    # Imported objects are frozen for the garbage collector, so that their memory stays shared between ranks.
     gc.freeze()
     for number, case in enumerate(cases):
         here = folder / str(number)

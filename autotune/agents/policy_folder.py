@@ -248,7 +248,7 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
     found = (manifest.feature_version, manifest.global_features, manifest.unit_features)
     if found != expected:
         raise PolicyFileError(
-            f"feature schema is {found}", where=str(path), allowed=f"{expected} (train the policy anew)"
+            f"feature schema is {found}", where=str(path), allowed=f"{expected} (train the policy again)"
         )
     if isinstance(manifest, _LeverManifest) and not len(manifest.lowest) == len(manifest.highest) == expected[1]:
         raise PolicyFileError(

@@ -19,7 +19,7 @@ from autotune.bench.attached_arms import LiveArm, endless
 from autotune.bench.attached_situations import SITUATIONS, budgets_of, profile_of
 from autotune.bench.followed_arm import FollowedArm, follow
 from autotune.bench.tuner_breakdown import breakdown, watch
-from autotune.bench.tuner_rooms import FORWARD, Rooms
+from autotune.bench.tuner_timers import FORWARD, PartTimers
 from autotune.catalog import load_job
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
@@ -233,10 +233,10 @@ def _per_step(values: Sequence[float], ends: Sequence[bool]) -> NDArray[np.float
 
 def _breakdown(course: Course, *, steps: int, seed: int, reporter: Reporter) -> dict[str, Any]:
     """Run the course again with timers in the tuner."""
-    rooms = Rooms()
-    job = replace(course.job, loss=rooms.timed(FORWARD, course.job.loss))
-    with rooms.installed(), _Pair(course, seed, job) as pair:
-        live, followed = (watch(rooms, arm) for arm in (pair.live, pair.followed))
+    timers = PartTimers()
+    job = replace(course.job, loss=timers.timed(FORWARD, course.job.loss))
+    with timers.installed(), _Pair(course, seed, job) as pair:
+        live, followed = (watch(timers, arm) for arm in (pair.live, pair.followed))
         for done in pair.take(steps, seed):
             reporter.advance(done)
         return breakdown(live, followed, pair.live.plans, pair.live.learning)
@@ -252,5 +252,5 @@ def line_of(found: Mapping[str, Any]) -> str:
         f"over 1,000 steps {found['ratio_total_1000_steps']:.4f} "
         f"({found['cpu']['ratio_total_1000_steps']:.4f} of its CPU time); "
         f"the tuner reports {found['overhead_frac']:.4f}; "
-        f"most is added by {', '.join(f'{room} ({share:.2%})' for room, share in largest)}"
+        f"most is added by {', '.join(f'{part} ({share:.2%})' for part, share in largest)}"
     )

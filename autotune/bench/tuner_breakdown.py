@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autotune.bench.attached_arms import Arm, LiveArm
-from autotune.bench.tuner_rooms import DECISION, STATISTICS, Rooms, Spent, summed
+from autotune.bench.tuner_timers import DECISION, STATISTICS, PartTimers, Spent, summed
 from autotune.plan import Plan
 
 # Kinds of steps, the most expensive first; a step is of the first kind that applies.
@@ -19,19 +19,19 @@ LEARNING, DECIDED, SAMPLED, SWITCHED, SAME = (
 )
 
 
-def watch(rooms: Rooms, arm: Arm) -> list[dict[str, Spent]]:
-    """Time the rooms of each batch of an arm; return the list to which results will be appended.
+def watch(timers: PartTimers, arm: Arm) -> list[dict[str, Spent]]:
+    """Time the parts of each batch of an arm; return the list to which results will be appended.
 
     Args:
-        rooms: the timers.
+        timers: the timers.
         arm: the arm, before its first batch.
     """
     found: list[dict[str, Spent]] = []
     step = arm.step
 
     def watched(batch: Any) -> Any:
-        rooms.beside = (lambda: arm.tuner.probing) if isinstance(arm, LiveArm) else lambda: False
-        result, spent = rooms.step(lambda: step(batch))
+        timers.beside = (lambda: arm.tuner.probing) if isinstance(arm, LiveArm) else lambda: False
+        result, spent = timers.step(lambda: step(batch))
         found.append(spent)
         return result
 
@@ -45,10 +45,10 @@ def breakdown(
     plans: Sequence[Plan],
     learning: Sequence[bool],
 ) -> dict[str, Any]:
-    """Return the time that each room adds to an unattached copy's, over all batches and by kind of step.
+    """Return the time that each part adds to an unattached copy's, over all batches and by kind of step.
 
     Args:
-        live: time by room for each batch of the live arm.
+        live: time by part for each batch of the live arm.
         followed: the same for the arm that follows it.
         plans: plan of each batch.
         learning: whether each batch was used to profile the run.
@@ -83,6 +83,6 @@ def _added(live: Sequence[dict[str, Spent]], followed: Sequence[dict[str, Spent]
             "added_s": sum(own.values()),
             "added_frac": sum(own.values()) / total,
             # Shares of the followed arm's seconds, the largest first.
-            "rooms": {room: seconds / total for room, seconds in own.most_common()},
+            "rooms": {part: seconds / total for part, seconds in own.most_common()},
         }
     return found

@@ -94,9 +94,9 @@ class SimulatedVectorEnv(VectorEnv[dict[str, Features], Actions, Any]):
             actions: shape (num_envs, len(SIZES)).
 
         Returns:
-            Observations; rewards, each the time saved in this window compared with the planner alone, as a percentage
-            of the time of the planner's whole run; whether the runs ended at their target; whether they were truncated,
-            which never happens; and ``infos``.
+            Observations, rewards, whether each run ended at its target, whether it was truncated (never), and
+            ``infos``. A reward is the time saved over the planner alone in this window, in percent of the time of the
+            planner's whole run.
 
         Raises:
             InputError: if an action lies outside the action space.

@@ -253,7 +253,7 @@ def _placement(facts: Attached, policy: object) -> str:
         return "by batch and budget; the policy decides the rest"
     if devices.is_accelerator(facts.device):
         return "by batch and budget; the policy decides what is left free of the device's memory"
-    return "by batch and budget alone; whatever the policy decides changes nothing"
+    return "by batch and budget alone; the policy has no effect"
 
 
 def _environment(device: torch.device) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class BudgetReader:
         if lie is not None and lie not in self._lies:
             if not self._lies:
                 logger.warning(
-                    "step %d: memory_budget_bytes %s, and its last answer stands; further ones like it are not told",
+                    "step %d: memory_budget_bytes %s, and its last answer stands; similar ones are not reported",
                     step,
                     lie,
                 )

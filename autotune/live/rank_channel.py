@@ -18,8 +18,8 @@ from torch import nn
 
 from autotune.live.deepspeed_engines import is_engine
 
-# Every message has the same number of values, so that the message of a departing rank can be combined with the next one
-# of the others. The first value says whether a rank is leaving.
+# All messages have the same number of values, so that ranks can combine a departing rank's last message with their own
+# next message. The first value says whether a rank is leaving.
 _WIDTH = 16
 
 

@@ -202,8 +202,8 @@ def _notes(runs: int) -> list[str]:
         f"{runs} training runs (the paper: 150): five configurations of each architecture on paired seeds",
         "phases: time saved by all components together until the metric that the baseline has at half of its time to "
         "target, and after it; the two add up to 100 %",
-        f"operations: seconds saved per batch, of the units' measured pieces, with {_RANKS} ranks' communication "
-        "beside them; the four add up to 100 %, and one below 0 costs time. The paper's four shares are of different "
-        "kinds (one phase, three operations) and add up to 100 % as well: it does not say how they were distinguished",
-        "mixed precision and checkpoints: each against the configuration before it, in throughput and in peak memory",
+        f"operations: seconds saved per batch in the measured parts of the units and in the communication of {_RANKS} "
+        "ranks; the four shares add up to 100 %, and a negative share costs time. The paper's four shares are of "
+        "different kinds (one phase, three operations) and also add up to 100 %; it does not say how it separates them",
+        "mixed precision and checkpoints: each compared with the previous configuration, in throughput and peak memory",
     ]

@@ -13,12 +13,12 @@ from autotune.paper.table_3_ablation import BASELINE, CHECKPOINTS, SCHEDULE
 from autotune.paper.table_comparisons import summarised
 
 NOTES = (
-    "eq. 21: the gain is the throughput of all components but checkpoints over the baseline's, the overhead what a "
-    "profile says that recomputation adds to a step; measured beside it, the throughput of all components over the "
-    "baseline's. The paper's conclusion gives an overhead of 18-27 %, its eq. 21 takes 12 %",
-    "eq. 22 leaves the length of a cycle, T_cycle, undefined, and eq. 23 sets it to the 5 months of the target that it "
-    "argues for. So cycles are what can be computed; months hold if a cycle takes 5. 5 log(2)/log(1.26) is 15.0, not "
-    "14.8; and 26 % less time is a gain of 1.36 a cycle, not of 1.26",
+    "eq. 21: the gain is the throughput of all components except checkpoints relative to the baseline; the overhead is "
+    "the time that recomputation adds to a step, from a profile. The measured value is the throughput of all "
+    "components relative to the baseline. The paper's conclusion gives an overhead of 18-27 %, its eq. 21 uses 12 %",
+    "eq. 22 leaves the length of a cycle, T_cycle, undefined, and eq. 23 sets it to 5 months, taken from the "
+    "target that it argues for. So only the number of cycles can be computed; months are right if a cycle takes 5. "
+    "5 log(2)/log(1.26) is 15.0, not 14.8; and 26 % less time is a gain of 1.36 per cycle, not of 1.26",
 )
 
 

@@ -23,7 +23,7 @@ from autotune.records.run_documents import (
     Tuned,
 )
 
-AS_WRITTEN = "what autotune wrote"
+AS_WRITTEN = "a document written by autotune"
 
 
 def result_name(config: Config, where: str) -> str:

@@ -152,8 +152,8 @@ def _samples_ratio(
     if not clearly or saved <= max(_stride(record) for record in (*runs, *baseline)):
         return ratio, None
     return ratio, (
-        f"it reaches the target after {1 - ratio:.0%} fewer samples than the baseline: it learns something else per "
-        "sample (a learning rate that is scaled wrongly?), so that its time does not measure its speed"
+        f"it reaches the target after {1 - ratio:.0%} fewer samples than the baseline: it learns a different amount "
+        "per sample (a wrongly scaled learning rate?), so its time does not measure its speed"
     )
 
 

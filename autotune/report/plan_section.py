@@ -33,8 +33,8 @@ def plan_view(run: CampaignRun, arm: str, plan: Plan) -> dict[str, Any]:
     note = ""
     if others:
         note = (
-            "Beside each unit: what another choice for it alone would change, in time per step and peak, as the "
-            "profile predicts."
+            "For each unit: the predicted change in time per step and in peak memory if only this unit had another "
+            "choice."
         )
     elif run.profile is None:
         note = f"The job had no profile: after autotune profile {run.job}, the next run says what each choice costs."

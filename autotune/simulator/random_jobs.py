@@ -184,7 +184,7 @@ def _block(generator: np.random.Generator, precisions: tuple[Precision, ...], re
     boundary = spread(8e6, 4)
     return _Block(
         seconds=spread(0.02, 3),
-        # A unit that does not keep its input tensor keeps at least a copy, so it saves more bytes than it receives.
+        # A unit keeps its input tensor or a copy of it, so it saves more bytes than its input has.
         saved=max(boundary, received) * spread(6, 3),
         boundary=boundary,
         workspace=boundary * spread(1.5, 3),

@@ -1,8 +1,8 @@
-"""A fake accelerator, so that what the project does on a GPU can be tested without one.
+"""A fake accelerator, to test GPU code without a GPU.
 
-The device type is `fake` and its module is `torch.fake`: memory of the host behind an allocator like CUDA's, kernels of
-the CPU on a virtual clock, and a random generator of its own. Importing this package changes nothing; `load()`
-registers the device for the rest of the process, absent until `present(True)`. Tests take the fixture `accelerator`.
+The device type is `fake` and its module is `torch.fake`. It has host memory behind an allocator like CUDA's, CPU
+kernels on a virtual clock, and its own random number generator. Importing this package changes nothing: `load()`
+registers the device for the rest of the process, and the device stays absent until `present(True)`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def load() -> ModuleType:
     """Register the device in this process, once, and return its controls.
 
     Raises:
-        RuntimeError: If the device cannot be had here; the message is what `reason()` returns.
+        RuntimeError: If the device is not available here; the message is the result of `reason()`.
     """
     from . import library
 
@@ -39,10 +39,10 @@ def load() -> ModuleType:
 
 
 def child_environment(**knobs: object) -> dict[str, str]:
-    """Return an environment in which a child process has the device as soon as it imports torch.
+    """Return an environment in which a child process gets the device when it imports torch.
 
     Args:
-        knobs: Functions of the controls with their argument, as `capacity=2**30`.
+        knobs: Functions of the controls with their argument, such as `capacity=2**30`.
     """
     build()
     tests = Path(__file__).resolve().parents[1]
@@ -51,7 +51,7 @@ def child_environment(**knobs: object) -> dict[str, str]:
 
 
 def autoload() -> None:
-    """Switch the device on where `child_environment` asks for it; torch calls this when it is imported."""
+    """Switch the device on if `child_environment` asks for it; torch calls this when it is imported."""
     if (knobs := os.environ.get(_VARIABLE)) is None:
         return
     controls = load()
@@ -62,9 +62,9 @@ def autoload() -> None:
 
 
 def _settle() -> None:
-    """Let autograd's device thread drop what it holds of the last graph.
+    """Let autograd's device thread release the last graph.
 
-    It needs the interpreter's lock for that, and a thread that waits for the lock while the interpreter is taken down
-    aborts the process. An exit right after a backward pass on a busy machine is too early.
+    The thread needs the interpreter lock for that. A thread that waits for the lock while the interpreter shuts down
+    aborts the process, which can happen if a busy machine exits right after a backward pass.
     """
     time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Compile the device, once for every version of its sources and of torch."""
+"""Compilation of the fake device, once per version of its sources and of torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENTRY_POINT = "[torch.backends]\nfake = fake_accelerator:autoload\n"
 
 @functools.cache
 def reason() -> str | None:
-    """Return why there can be no fake accelerator in this process; None if there can."""
+    """Return why the fake accelerator is not available in this process; None if it is."""
     if not sys.platform.startswith("linux"):
         return f"the fake accelerator is built on Linux only, not on {sys.platform}"
     if shutil.which(_compiler()[0]) is None:
@@ -39,7 +39,7 @@ def reason() -> str | None:
 
 @functools.cache
 def build() -> Path:
-    """Return the library's file, compiled if nobody has yet.
+    """Return the path of the library, compiling it if necessary.
 
     Raises:
         RuntimeError: If the sources do not compile.
@@ -68,7 +68,7 @@ def _torch() -> Path:
 
 
 def _cache() -> Path:
-    """Return a folder that nobody else can write to."""
+    """Return a cache folder that no other user can write to."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir())
     folder = root / f"autotune-fake-accelerator-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,10 +106,10 @@ def _compile(scratch: Path, library: Path) -> None:
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run commands beside each other.
+    """Run commands in parallel.
 
     Raises:
-        RuntimeError: If one fails, with what it wrote.
+        RuntimeError: If one fails; the message contains its output.
     """
     running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
     written = [process.communicate()[0] for process in running]
@@ -119,7 +119,7 @@ def _run(commands: list[list[str]]) -> None:
 
 
 def _describe(folder: Path) -> None:
-    """Write an entry point by which torch loads the device when it is imported with `folder` on the path."""
+    """Write an entry point through which torch loads the device if `folder` is on the import path."""
     described = folder / "fake_accelerator-1.0.dist-info"
     described.mkdir(parents=True)
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-accelerator\nVersion: 1.0\n")

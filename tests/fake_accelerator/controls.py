@@ -1,4 +1,4 @@
-"""What a test sets and reads of the fake accelerator: presence, memory, time, noise, failures, and what was called."""
+"""Controls of the fake accelerator: presence, memory, time, noise, failures and call counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from . import library, torch_fake
 
 MIB = 2**20
-#: Functions that read statistics of the device's memory; a hot path calls none of them.
+#: Functions that read memory statistics of the device; a hot path calls none of them.
 STATISTICS = (
     "memory_stats",
     "memory_allocated",
@@ -44,10 +44,10 @@ _set: dict[str, Any] = {}
 
 
 class _Calls(Mapping[str, int]):
-    """How often each function of the device was called, by its name in torch.fake.
+    """Number of calls of each function of the device, by its name in torch.fake.
 
-    Beside those: "kernels", "copies", "item", "allocations", "Event.record", "Event.query", "Event.synchronize" and
-    "Event.elapsed_time". Calls that come by torch.accelerator count too.
+    Also counted: "kernels", "copies", "item", "allocations", "Event.record", "Event.query", "Event.synchronize" and
+    "Event.elapsed_time". Calls through torch.accelerator count too.
     """
 
     def __getitem__(self, name: str) -> int:
@@ -66,11 +66,11 @@ class _Calls(Mapping[str, int]):
         return repr(dict(self))
 
     def clear(self) -> None:
-        """Count anew."""
+        """Reset all counts."""
         library.lib().fake_clear_counts()
 
     def statistics(self) -> int:
-        """Return how often statistics of the memory were read or reset."""
+        """Return how often memory statistics were read or reset."""
         return sum(self[name] for name in STATISTICS)
 
 
@@ -78,7 +78,7 @@ calls = _Calls()
 
 
 def present(on: bool = True) -> None:
-    """Let the device be there; while it is not, torch has no accelerator."""
+    """Make the device present or absent; while it is absent, torch has no accelerator."""
     _set["present"] = on
     library.set_present(on)
 
@@ -93,24 +93,25 @@ def capacity(num_bytes: int = 0) -> None:
 
 
 def others(num_bytes: int = 0) -> None:
-    """Let another process hold a part of the device's memory."""
+    """Pretend that another process holds a part of the device's memory."""
     _set["others"] = num_bytes
     library.lib().fake_others(num_bytes)
 
 
 def fail_at(allocation: int = 1) -> None:
-    """Let the n-th allocation from now run out of memory, once; 0 for none."""
+    """Make the n-th allocation from now on run out of memory, once; 0 for none."""
     _set["fail_at"] = allocation
     library.lib().fake_fail_at(allocation)
 
 
 def small_segments(kib: int = _SMALL_KIB) -> None:
-    """Set the size of the allocator's small segments, from which all its sizes follow as CUDA's follow from 2 MiB.
+    """Set the size of the allocator's small segments; all its other sizes scale with it.
 
-    Blocks up to half of it share small segments, those up to five times of it segments of ten times its size.
+    Blocks of up to half this size share small segments; blocks of up to five times this size share segments of ten
+    times this size, as with CUDA's 2 MiB.
 
     Raises:
-        RuntimeError: If tensors are alive on the device, whose blocks are cut by the old size.
+        RuntimeError: If tensors are alive on the device, because their blocks have the old size.
     """
     _collect()
     if not library.lib().fake_small_segment(kib * 1024):
@@ -119,7 +120,7 @@ def small_segments(kib: int = _SMALL_KIB) -> None:
 
 
 def stats() -> dict[str, int]:
-    """Return torch.fake.memory_stats() without counting it as a call."""
+    """Return torch.fake.memory_stats() without counting the call."""
     return dict(zip(torch_fake._NAMES, torch_fake._stats(count=False), strict=True))
 
 
@@ -127,50 +128,50 @@ def stats() -> dict[str, int]:
 
 
 def clock() -> float:
-    """Return the host's virtual time in seconds: in place of `time.perf_counter`.
+    """Return the host's virtual time in seconds, to be used instead of `time.perf_counter`.
 
-    Launching a kernel costs the host next to nothing; its work is seen by who waits for the device.
+    Launching a kernel takes almost no host time; only a host that waits for the device sees its duration.
     """
     return library.lib().fake_clock() / 1e9
 
 
 def host_work(seconds: float) -> None:
-    """Let the host work for a while, beside the device."""
+    """Let the host work for a while, in parallel with the device."""
     library.lib().fake_host_work(round(seconds * 1e9))
 
 
 def speed(*, launch_s: float = 5e-7, kernel_s: float = 1e-5, byte_s: float = 1e-9, flop_s: float = 1e-11) -> None:
-    """Set what a kernel costs: the host for its launch; the device for it, and for its bytes or its operations.
+    """Set the seconds of a kernel: for its launch on the host, and for its bytes or operations on the device.
 
-    An operation of a product takes half as long in 16 bits.
+    An operation of a matrix product takes half as long in 16 bits.
     """
     library.lib().fake_speed(round(launch_s * 1e9), round(kernel_s * 1e9), byte_s * 1e9, flop_s * 1e9)
 
 
-# ---- what goes wrong
+# ---- faults
 
 
 def noise(on: bool = True) -> None:
-    """Let gradients of products, convolutions and embeddings differ by one unit in the last place from call to call.
+    """Make gradients of products, convolutions and embeddings vary by one unit in the last place between calls.
 
-    Not under `torch.use_deterministic_algorithms(True)`.
+    This has no effect under `torch.use_deterministic_algorithms(True)`.
     """
     _set["noise"] = on
     library.lib().fake_noise(on)
 
 
 def vanish(on: bool = True) -> None:
-    """Let every kernel, copy and synchronisation raise "fake error: device lost"."""
+    """Make every kernel, copy and synchronisation raise "fake error: device lost"."""
     _set["vanished"] = on
     library.lib().fake_lost(on)
 
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Take capabilities away from the device.
+    """Remove capabilities from the device.
 
     Args:
-        names: Of "peak statistics", "statistics" (all of them), "events", "bf16", "fp16" and "memory info".
+        names: Any of "peak statistics", "statistics" (all of them), "events", "bf16", "fp16" and "memory info".
     """
     before = torch_fake.lacking
     functions = [f for name in names for f in _LACKS[name][1] if hasattr(torch_fake, f)]
@@ -191,23 +192,23 @@ def _lack(names: frozenset[str]) -> None:
     library.lib().fake_lack(sum(_LACKS[name][0] for name in names))
 
 
-# ---- all of it
+# ---- all controls
 
 
 def _collect() -> None:
-    """Free what only cycles keep on the device."""
+    """Free device memory that only reference cycles keep alive."""
     if stats()["allocated_bytes.all.current"]:
         gc.collect()
 
 
 def switched() -> dict[str, Any]:
-    """Return the knobs that are not as they were in the beginning."""
+    """Return the controls that differ from their defaults."""
     changed = {name: value for name, value in _set.items() if value != _DEFAULTS[name]}
     return changed | ({"without": sorted(torch_fake.lacking)} if torch_fake.lacking else {})
 
 
 def reset() -> None:
-    """Set all knobs but the presence back, release what is cached and count anew."""
+    """Reset all controls but the presence, release cached memory and reset all counts."""
     vanish(False)
     noise(False)
     fail_at(0)

@@ -1,4 +1,4 @@
-"""The fixture by which a test has the fake accelerator."""
+"""The fixture that gives a test the fake accelerator."""
 
 from __future__ import annotations
 

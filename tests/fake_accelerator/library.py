@@ -1,4 +1,4 @@
-"""The compiled device, as Python calls it, and its registration with torch."""
+"""Python interface of the compiled device, and its registration with torch."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ def register(path: Path) -> None:
 
 
 def set_present(on: bool) -> None:
-    """Let the device appear or vanish for whoever asks torch."""
+    """Make the device appear or vanish in torch's API."""
     global _is_present
     _is_present = on
     lib().fake_present(on)
 
 
 def is_present() -> bool:
-    """Tell whether the device is there for whoever asks torch."""
+    """Tell whether torch's API reports the device."""
     return _is_present
 
 
 def _answer_while_absent(instead: torch.device | None) -> None:
-    """Let torch name the accelerator that it had before, as long as the fake one is absent.
+    """Let torch report its previous accelerator while the fake one is absent.
 
-    torch takes any device that is registered for the accelerator, present or not.
+    torch treats any registered device as the accelerator, present or not.
     """
     ask = torch._C._accelerator_getAccelerator
 

@@ -1,4 +1,4 @@
-"""The module `torch.fake`: what torch.cuda offers, for the fake accelerator. Every call is counted."""
+"""The module `torch.fake`: the functions of torch.cuda for the fake accelerator. Every call is counted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _METRICS = ("current", "peak", "allocated", "freed")
 _COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
 _NAMES = (*(f"{s}.{p}.{m}" for s in _STATS for p in _POOLS for m in _METRICS), *_COUNTS)
 
-#: What the device can do; the controls change this.
+#: Capabilities of the device; the controls change them.
 lacking: frozenset[str] = frozenset()
 
 _forked = False
@@ -45,7 +45,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Count the calls of a function that the library does not count itself."""
+    """Count the calls of a function that the library itself does not count."""
 
     @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _index(of: Any) -> int:
-    """Return the index of a device, of which there is one."""
+    """Return the index of a device; there is only one."""
     index = of if isinstance(of, int) else torch.device(of).index if of is not None else 0
     if index not in (None, 0, -1):
         raise RuntimeError(f"fake error: invalid device ordinal {index}")
@@ -97,7 +97,7 @@ init = _lazy_init
 
 
 def __getattr__(name: str) -> Any:
-    # torch.utils.checkpoint keeps the state of a generator only where this is true.
+    # torch.utils.checkpoint saves the generator state only if this is true.
     if name == "_initialized":
         return bool(library.lib().fake_initialized())
     raise AttributeError(f"torch.fake has no attribute {name!r}")
@@ -169,19 +169,19 @@ def synchronize(device: Any = None) -> None:
     _index(device)
     _lazy_init()
     if not library.lib().fake_synchronize():
-        # The library's own error, raised where Python can see it.
+        # Raise the library's own error at a point where Python can catch it.
         torch._C._accelerator_synchronizeDevice(0)
 
 
 class Event:
-    """Position in the device's queue; torch's own event, which torch does not let be derived from."""
+    """Position in the device's queue; a wrapper, because torch's own event class cannot be subclassed."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
         return torch.Event("fake", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
 class Stream:
-    """Stream of the device, torch's own; all streams share one queue."""
+    """Stream of the device, based on torch's own class; all streams share one queue."""
 
     def __new__(cls, device: Any = None, priority: int = 0) -> torch.Stream:
         return torch.Stream(torch.device("fake", _index(device)), priority=priority)

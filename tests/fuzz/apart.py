@@ -1,7 +1,7 @@
-"""Run the command line in a process of its own that can do no harm, and judge what it did.
+"""Run one command line in a sandboxed process and check what it did.
 
-What is expensive is cut off where it begins: a process that computes many gradients, starts another process, solves a
-large program or has used its processor time had accepted its command line.
+Expensive work is cut off at its beginning: a process that computes many gradients, starts another process, solves a
+large integer program or has used up its CPU time has accepted its command line.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from typing import Any
 import guard
 import hostile
 
-# How a process ends that begins what is expensive.
+# Exit code of a process that begins expensive work.
 WORKING = 77
 CPU_S, WALL_S = 1.0, 60.0
-# A process that was still there after `WALL_S` waited, if it has used less than this of a processor.
+# A process still running after `WALL_S` was waiting, not working, if it used less CPU time than this.
 IDLE_S = 0.5
 MEMORY_BYTES = 6 * 2**30
 LARGEST_FILE_BYTES = 2**28
-# Columns of an integer program above which the solver's limit in seconds decides.
+# Number of columns of an integer program above which the solver's time limit decides.
 LARGE_PROGRAM = 2000
-# A job is looked at before it is trained, and that takes a few.
+# Inspecting a job before training computes a few gradients.
 GRADIENTS = 20
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-# What may stand on stderr in front of the one line: stages, under --json, and what is logged.
+# Allowed on stderr before the one line: stages, under --json, and log messages.
 _BESIDE = re.compile(r"Training .* for real inside |.* \.\.\.$|(INFO|WARNING): |warning: ")
 _Entry = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one command line came to.
+    """Result of one command line.
 
     Attributes:
         arguments: the command line.
-        ended: its exit code, ``working`` where it was cut off, or ``hang``.
-        seconds: how long it took.
-        wrong: what it did that no command line may do; empty if nothing.
+        ended: exit code, ``working`` if it was cut off, or ``hang``.
+        seconds: duration.
+        wrong: forbidden actions; empty if there were none.
         foreign: the class of the exception that reached the user as a traceback; empty for none.
-        shown: the end of what it printed.
+        shown: the end of its output.
     """
 
     arguments: list[str]
@@ -64,12 +64,12 @@ class Result:
 
 
 def run_apart(arguments: list[str], root: Path, unreadable: Sequence[Path]) -> Result:
-    """Run one command line in ``root/work``, in a process that can write below ``root`` alone.
+    """Run one command line in ``root/work``, in a process that can write only below ``root``.
 
     Args:
         arguments: the command line.
         root: the folder.
-        unreadable: what in it must not be read, even by a process that could.
+        unreadable: paths below it that must not be read, even by a privileged process.
     """
     before = _entries(root)
     streams = {name: os.memfd_create(name) for name in ("out", "err", "breaches")}
@@ -121,14 +121,14 @@ def _be_child(arguments: list[str], root: Path, unreadable: Sequence[Path], stre
 
 
 def _named_elsewhere(arguments: Sequence[str], root: Path) -> list[str]:
-    """Return what a command line names outside of the folder: whoever types it may have any file read."""
+    """Return paths outside the folder that the command line names: its user may have any file read."""
     words = [*arguments, *(word.partition("=")[2] for word in arguments)]
     named = [guard.real_path(root / "work" / word) for word in words if word]
     return [path for path in named if path is not None and not path.startswith(str(root))]
 
 
 def _main(arguments: list[str]) -> int:
-    """Do what the program does, and return its exit code; an exception is shown as Python shows it."""
+    """Run the program and return its exit code; an exception is shown as Python shows it."""
     from autotune.cli.main import main
 
     sys.argv = ["autotune", *arguments]
@@ -162,7 +162,7 @@ def _limit() -> None:
 
 
 def _cut_off() -> None:
-    """End this process where what is expensive begins."""
+    """End this process when expensive work begins."""
     import multiprocessing.util
 
     import torch
@@ -187,7 +187,7 @@ def _cut_off() -> None:
 
 
 def _wait(child: int) -> tuple[int | None, float]:
-    """Wait for a process and end its group; return its status, ``None`` if it did not end, and its processor time."""
+    """Wait for a process and end its group; return its status, or ``None`` if it hung, and its CPU time."""
     handle = os.pidfd_open(child)
     done, _, _ = select.select([handle], [], [], WALL_S)
     os.close(handle)
@@ -213,7 +213,7 @@ def _content(handle: int) -> str:
 
 
 def _foreign(err: str) -> str:
-    """Return the class of the exception that Python ended with; one that --verbose logged does not count."""
+    """Return the class of the uncaught exception; one that --verbose logged does not count."""
     if "Traceback (most recent call last)" not in err or "INFO: what was being done:" in err:
         return ""
     named = re.findall(r"^([A-Za-z_][\w.]*)(?::|$)", err[err.rindex("Traceback") :], re.MULTILINE)
@@ -221,7 +221,7 @@ def _foreign(err: str) -> str:
 
 
 def _wrongly_told(out: str, err: str, ended: str) -> Iterator[str]:
-    """Yield what is wrong with what was printed."""
+    """Yield what is wrong with the output."""
     if ended not in ("0", "1", "2", "working"):
         yield f"ended with {ended}"
     if "Traceback" in out or _foreign(err):
@@ -242,7 +242,7 @@ def _wrongly_told(out: str, err: str, ended: str) -> Iterator[str]:
 
 
 def _entries(root: Path) -> dict[str, _Entry]:
-    """Return what lies in a folder: kind and number of each entry, and size and time of the files."""
+    """Return the entries of a folder: kind and number of each entry, and size and time of the files."""
     found = {}
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
@@ -255,7 +255,7 @@ def _entries(root: Path) -> dict[str, _Entry]:
 
 
 def _wrongly_changed(before: dict[str, _Entry], after: dict[str, _Entry], ended: str) -> Iterator[str]:
-    """Yield what was written although nothing may be, and what may never be replaced."""
+    """Yield files that were written or replaced although they must not be."""
     for path, known in before.items():
         if known[0] not in (stat.S_IFREG, stat.S_IFDIR) and after.get(path) != known:
             yield f"replaced {path!r}"

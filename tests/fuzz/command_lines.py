@@ -1,7 +1,7 @@
-"""Make command lines with hostile values over all verbs and options, and run each in a process that is kept apart.
+"""Generate command lines with hostile values for all verbs and options, and run each in a sandboxed process.
 
 ``python tests/fuzz/command_lines.py SCRATCH --count 1500 --seed 0`` prints one JSON object per command line and exits
-with 1 if one of them did what none may.
+with 1 if one of them did something forbidden.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Verb = tuple[str, ...]
 # Options that take a path as text, and those that take a URL.
 PATHS = ("plan", "subject", "arms", "job", "jobs", "policy", "carbon_intensity")
 TAKES_URL = ("storage", "cluster", "address")
-# Options without which a verb does nothing here.
+# Options without which a verb does nothing in this sandbox.
 WANTED = {("explain", "job"), ("bench", "gpu", "device"), ("bench", "gpu", "jobs"), ("reproduce", "scale")}
 
 
@@ -42,10 +42,10 @@ class Option:
     """One parameter of a verb.
 
     Attributes:
-        name: as the verb's function calls it.
-        flags: what it is given by; empty for an argument.
+        name: name of the parameter in the verb's function.
+        flags: flags of the option; empty for an argument.
         kind: ``flag``, ``number``, ``path`` or ``text``.
-        required: whether the verb asks for it.
+        required: whether the verb requires it.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """What the values of command lines are drawn from.
+    """Values that command lines are drawn from.
 
     Attributes:
-        root: the folder that all of it happens in.
+        root: the sandbox folder.
         paths: hostile paths.
-        unreadable: of these, what nobody may read.
-        valid: values that are as they should be, by option, or by verb and option.
+        unreadable: those of the paths that must not be read.
+        valid: valid values, by option, or by verb and option.
     """
 
     root: Path
@@ -72,7 +72,7 @@ class Places:
 
 
 def verbs() -> dict[Verb, list[Option]]:
-    """Return the options of every verb, as the command line itself knows them."""
+    """Return the options of every verb, read from the command line's own definition."""
     import typer
 
     from autotune.cli.main import app
@@ -113,11 +113,11 @@ def _kind(hint: Any) -> str:
 
 
 def command_lines(seed: int, places: Places) -> Iterator[list[str]]:
-    """Yield command lines without end: the same ones for the same seed."""
+    """Yield command lines endlessly: the same ones for the same seed."""
     options, index = verbs(), 0
     names = list(options)
     while True:
-        # Each line has a generator of its own, so that one can be made again alone; each verb has its turn.
+        # Each line has its own generator, so that it can be reproduced alone; verbs take turns.
         yield _line(random.Random(f"{seed}/{index}"), names[index % len(names)], options, places)
         index += 1
 
@@ -128,7 +128,7 @@ def _line(chance: random.Random, verb: Verb, options: dict[Verb, list[Option]], 
     taken = [option for option in known if chance.random() < (0.97 if option in wanted else 0.3)]
     if all(option.kind == "flag" for option in taken):
         taken += chance.sample([option for option in known if option.kind != "flag"], 1)
-    # Numbers have few ways to go wrong.
+    # Numbers can be invalid in few ways.
     valued = [option for option in taken if option.kind != "flag"]
     valued.sort(key=lambda option: chance.random() ** (3 if option.kind == "number" else 1), reverse=True)
     chosen = valued[: chance.choice([1, 1, 1, 2, 3])]
@@ -154,7 +154,7 @@ def _written(chance: random.Random, option: Option, value: str) -> list[str]:
 def _hostile(chance: random.Random, option: Option, places: Places) -> str:
     if option.name in TAKES_URL and chance.random() < 0.8:
         return chance.choice(hostile.URLS)
-    # Elsewhere a URL's password is none.
+    # In other options, the password of a URL is not a secret.
     texts = hostile.TEXTS + [url.replace(hostile.SECRET, "x") for url in hostile.URLS]
     numbers = [hostile.NUMBERS, hostile.NUMBERS, hostile.NOT_NUMBERS]
     if chance.random() < 0.15:
@@ -170,12 +170,12 @@ def _valid(chance: random.Random, option: Option, verb: Verb, places: Places) ->
     for key in ((*verb, option.name), (option.name,)):
         if key in places.valid:
             return chance.choice(places.valid[key])
-    # An option that nobody has told this file of.
+    # An option that this file does not know.
     return {"number": "2", "path": "fresh"}.get(option.kind, "text")
 
 
 def prepare(root: Path, *, runs: bool) -> Places:
-    """Fill an empty folder with all that command lines meet.
+    """Fill an empty folder with everything that command lines refer to.
 
     Args:
         root: the folder.
@@ -183,7 +183,7 @@ def prepare(root: Path, *, runs: bool) -> Places:
     """
     for name in ("work", "home", "temporary"):
         (root / name).mkdir()
-    # Libraries look for files of the user's, and leave some there.
+    # Libraries look for files in the user's home and write some there.
     os.environ.update(HOME=str(root / "home"), TMPDIR=str(root / "temporary"), MPLCONFIGDIR=str(root / "home"))
     os.environ.update(COLUMNS="100", MLFLOW_DISABLE_TELEMETRY="true")
     for name in ("MLFLOW_TRACKING_URI", "PGPASSWORD", "AUTOTUNE_DATA"):
@@ -201,7 +201,7 @@ def prepare(root: Path, *, runs: bool) -> Places:
 
 
 def _good(folder: Path) -> dict[Verb, list[str]]:
-    """Make files as they should be, and return valid values of the options."""
+    """Make valid files, and return valid values of the options."""
     from autotune.catalog import content_folder
 
     begun = folder / "begun"
@@ -276,7 +276,7 @@ def _real_runs(runs: Path) -> list[str]:
 
 
 def preload() -> None:
-    """Import what the verbs import, once for all of the processes that are forked."""
+    """Import the modules of the verbs, once for all forked processes."""
     import torch
 
     import autotune
@@ -313,7 +313,7 @@ def _empty(*folders: Path) -> None:
 
 
 def main() -> int:
-    """Run command lines as the arguments of this process say, and print what they came to."""
+    """Run command lines as this process's arguments say, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("scratch", type=Path, help="an empty folder, or one to be made")
     parser.add_argument("--count", type=int, default=1500)
@@ -323,7 +323,7 @@ def main() -> int:
     parser.add_argument("--runs", action="store_true", help="make real runs first, to be resumed and reported")
     given = parser.parse_args()
     given.scratch.mkdir(parents=True, exist_ok=True)
-    # What is printed while real runs are made is no result.
+    # Output during the preparatory runs is not a result.
     results, wrong = os.fdopen(os.dup(1), "w"), 0
     os.dup2(2, 1)
     root = given.scratch.resolve()

@@ -1,4 +1,4 @@
-"""Mutate documents, from a seed: bytes, JSON values, lines. What is done with a mutant is the business of ``uses``."""
+"""Seeded mutations of documents: bytes, JSON values and lines. ``uses`` loads the mutants."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from record import resealed
 
 Form = Literal["json", "lines", "toml", "text", "bytes"]
 
-# The worker puts the path of a folder here that no verb may open.
+# The worker inserts the path of a folder here that no verb may open.
 ELSEWHERE = "@elsewhere@"
-# A module that lies beside the runs and tells if anybody imports it.
+# A module next to the runs that reports if it is imported.
 BAIT = "fuzz_bait"
-# Documents below this are cut off at every byte.
+# Documents below this size are truncated at every byte.
 SMALL_BYTES = 2048
 
-# Texts of values as they stand in a document; Python's own writer could not write some of them.
+# Texts of values in a document; Python's own writer could not write some of them.
 _RAW_NUMBERS = (
     *("0", "-0.0", "1", "-1", "2", "3", "0.5", "1.5", "-0.5", "true", "false"),
     *("5e-324", "1e-300", "1e-12", "1e9", "1e15", "1e16", "1e20", "1e100", "1e308", "-1e308", "1.7976931348623157e308"),
@@ -42,12 +42,12 @@ _RAW_TEXTS = (
 _RAW_OTHERS = ("null", "[]", "{}", "[[]]", "[null]", '{"": 0}', "[1, 2]", '{"version": 1}', "[" * 200 + "]" * 200)
 _DEEP = '{"a":' * 5_000 + "1" + "}" * 5_000
 _KEYS = ("x", "", "version", "__class__", "__pydantic_config__", "\x00", "name", "run", "0", "-1", "k" * 5_000)
-# Stands for a value that is put into the text after it was written.
+# Placeholder of a value that is inserted after writing.
 _MARK, _TWICE = "@raw-value@", "@twice@"
 
 
 def mutants(data: bytes, form: Form, seed: int) -> Iterator[bytes]:
-    """Yield mutants of a document without end; the same for the same seed."""
+    """Yield mutants of a document endlessly; the same for the same seed."""
     generator = random.Random(seed)
     while True:
         mutant = _mutant(data, form, generator)
@@ -56,7 +56,7 @@ def mutants(data: bytes, form: Form, seed: int) -> Iterator[bytes]:
 
 
 def cut_off(data: bytes) -> list[bytes]:
-    """Return a small document cut off at every byte; of a larger one, nothing."""
+    """Return a small document truncated at every byte; an empty list for a larger one."""
     return [data[:length] for length in range(len(data))] if len(data) < SMALL_BYTES else []
 
 
@@ -152,7 +152,7 @@ _LINES = (_drop_line, _double_line, _reorder, _tear)
 
 
 def _cell(data: bytes, generator: random.Random) -> bytes:
-    """Change one field of a table of commas."""
+    """Change one field of a comma-separated table."""
     rows = data.split(b"\n")
     place = generator.randrange(len(rows))
     cells = rows[place].split(b",")
@@ -168,7 +168,7 @@ _DATES = ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "2026-03-01T
 
 
 def _json(data: bytes, generator: random.Random) -> bytes:
-    """Change values of a JSON document; the checksums in it are made to fit, mostly."""
+    """Change values of a JSON document; its checksums are usually updated to match."""
     if generator.random() < 0.005:
         return _DEEP.encode()
     document, raw = _changed_values(json.loads(data), generator)
@@ -179,7 +179,7 @@ def _json(data: bytes, generator: random.Random) -> bytes:
 
 
 def _sealed(text: str, generator: random.Random) -> str:
-    """Return a record or a manifest with the checksum of what it says now: checksums tell damage, not an author."""
+    """Return a record or manifest with an updated checksum: checksums detect damage, not forgery."""
     if generator.random() < 0.2:
         return text
     try:
@@ -196,7 +196,7 @@ def _sealed(text: str, generator: random.Random) -> str:
 
 
 def _changed_values(document: Any, generator: random.Random) -> tuple[Any, list[str]]:
-    """Return a document with a few values changed, and the texts of those that Python could not write."""
+    """Return a document with a few changed values, and the texts of those that Python could not write."""
     document = copy.deepcopy(document)
     if not isinstance(document, dict | list):
         return document, []
@@ -214,7 +214,7 @@ class _Raw(str):
 
 
 def _without_raw(value: Any, raw: list[str]) -> Any:
-    """Return a value with a mark for each raw text in it, and note the texts in the order of writing."""
+    """Return a value with a placeholder for each raw text, and collect the texts in writing order."""
     if isinstance(value, _Raw):
         raw.append(str(value))
         return _MARK
@@ -224,7 +224,7 @@ def _without_raw(value: Any, raw: list[str]) -> Any:
 
 
 def _place(document: Any, generator: random.Random) -> tuple[Any, Any]:
-    """Return an object or a list of a document, and a key or an index in it; the deeper, the rarer."""
+    """Return a container of a document and a key or index in it; deeper containers are rarer."""
     holder = document
     while True:
         keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
@@ -242,7 +242,7 @@ def _replace(holder: Any, key: Any, generator: random.Random) -> None:
 
 
 def _same_type(holder: Any, key: Any, generator: random.Random) -> None:
-    """Put another value of the same type: the likeliest to be accepted, and to do harm later."""
+    """Replace a value by one of the same type, which is most likely to be accepted and do harm later."""
     value = holder[key]
     if isinstance(value, bool):
         holder[key] = not value
@@ -299,7 +299,7 @@ def _shrink(holder: Any, key: Any, generator: random.Random) -> None:
 
 
 def _plausible(holder: Any, key: Any, generator: random.Random) -> None:
-    """Put a value that the kind of the document might well allow."""
+    """Replace a value by one that this kind of document might allow."""
     value = holder[key]
     if isinstance(value, bool):
         holder[key] = not value
@@ -320,7 +320,7 @@ def _twice_within(holder: Any, key: Any, generator: random.Random) -> None:
 
 
 def _cousin(holder: Any, key: Any, generator: random.Random) -> None:
-    """Put the value that stands beside it under another key."""
+    """Replace a value by that of another key in the same object."""
     holder[key] = copy.deepcopy(
         holder[generator.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))]
     )
@@ -342,7 +342,7 @@ def _changed_toml(data: bytes, generator: random.Random) -> bytes:
 
 
 def _toml(document: dict[str, Any]) -> str:
-    """Return a document as TOML; as JSON writes values, which TOML takes as well but for ``null``."""
+    """Return a document as TOML, with values in JSON notation, which TOML shares except for ``null``."""
     lines, tables = [], []
     for key, value in document.items():
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Keep a process that handles hostile input to a few folders, and report whatever else it wanted.
+"""Restrict a process that handles hostile input to a few folders, and report every other access.
 
-An audit hook cannot be taken away again, and it sees what Python opens, not what libraries in C do: a process that may
-be root gives up its rights with :func:`drop_rights` as well.
+An audit hook cannot be removed, and it sees what Python opens but not what C libraries do. A process that may be root
+should therefore also call :func:`drop_rights`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 NOBODY = 65534
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# What libraries read of the system that they run on.
+# System files that libraries read.
 SYSTEM = (
     "/proc",
     "/sys",
@@ -44,7 +44,7 @@ SYSTEM = (
     "/usr/local/lib",
     "/usr/share",
 )
-# Of these events the paths at the positions are changed.
+# Events that change paths, with the positions of the paths among the arguments.
 _CHANGES = {
     "os.chmod": (0,),
     "os.chown": (0,),
@@ -58,7 +58,7 @@ _CHANGES = {
     "os.truncate": (0,),
     "os.utime": (0,),
 }
-# These change an entry of a folder, not what a link leads to.
+# These events change a folder entry itself, not the target of a link.
 _ENTRIES = ("os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink")
 _LISTS = ("os.listdir", "os.scandir")
 
@@ -79,12 +79,12 @@ def install(
     report: Callable[[str], None],
     unreadable: Iterable[str | Path] = (),
 ) -> None:
-    """Refuse, from now on, to change files outside of some folders; report that, and what is read outside of others.
+    """Block changes outside some folders, and report blocked changes and reads outside others.
 
     Args:
-        allowed_read: folders and files that may be read; those that may be written may be read as well.
+        allowed_read: folders and files that may be read, in addition to those that may be written.
         allowed_write: folders that may be written.
-        report: called with one line about each breach, inside the hook: it must open nothing itself.
+        report: called with one line about each violation, inside the hook, so it must not open anything.
         unreadable: folders and files in ``allowed_write`` that are refused as the system refuses them to a user without
             the right, for a process that has it.
     """
@@ -148,9 +148,9 @@ def install(
 
 
 def drop_rights() -> bool:
-    """Give up root's rights for good, if the process has them; return whether it can still read all files.
+    """Drop root privileges permanently; return whether the process can still read all files.
 
-    That one right is kept where an unprivileged user could not even read the Python library.
+    That privilege is kept if an unprivileged user could not even read the Python library.
     """
     if os.getuid() != 0:
         return False
@@ -170,7 +170,7 @@ def drop_rights() -> bool:
 
 
 def leave_network() -> bool:
-    """Move this process, and those that it starts, into a network of their own; return whether that could be done."""
+    """Move this process and its children into their own network; return whether that succeeded."""
     libc = ctypes.CDLL(None, use_errno=True)
     return bool(libc.unshare(0x40000000) == 0)  # CLONE_NEWNET
 
@@ -195,7 +195,7 @@ def _is_inside(path: str | None, roots: tuple[str, ...]) -> bool:
 
 
 def real_path(path: object) -> str | None:
-    """Return where a path leads; ``None`` for an open file, or for what no file is called."""
+    """Return the target of a path; ``None`` for an open file or an impossible name."""
     if path is None:
         path = "."
     if not isinstance(path, str | bytes | os.PathLike):
@@ -207,7 +207,7 @@ def real_path(path: object) -> str | None:
 
 
 def _entry(path: object) -> str | None:
-    """Return where a path's last part is an entry."""
+    """Return the folder entry that the last part of a path names."""
     if not isinstance(path, str | bytes | os.PathLike):
         return None
     folder, name = os.path.split(os.fsdecode(path).rstrip("/"))
@@ -216,7 +216,7 @@ def _entry(path: object) -> str | None:
 
 
 def _kind(path: object) -> str | None:
-    """Return what a path leads to if to open it could hang."""
+    """Return the kind of a path's target if opening it could block."""
     if not isinstance(path, str | bytes | os.PathLike):
         return None
     try:

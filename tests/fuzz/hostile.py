@@ -1,4 +1,4 @@
-"""Values, files and folders that nobody should hand to a program."""
+"""Hostile values, files and folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-# Stands in every URL as the password that no output may show.
+# The password in every URL, which no output may show.
 SECRET = "hunter2"
 HUGE_BYTES = 20 * 2**30
 _WIDE = "\N{FULLWIDTH DIGIT ONE}\N{FULLWIDTH DIGIT TWO}"
@@ -98,11 +98,11 @@ def make(folder: Path) -> tuple[list[str], list[Path]]:
     """Fill a new folder with hostile files, folders, and things that are neither.
 
     Returns:
-        Paths of them, and of what is not there; and those of them that nobody may read.
+        The paths, including missing ones; and those of them that must not be read.
     """
     folder.mkdir()
     paths = [str(path) for path in _made(folder)]
-    # Names that no file can have, and places that are not there or belong to others.
+    # Impossible file names, and places that do not exist or belong to others.
     paths += [str(folder / ("C" * 300)), "D" * 300, str(folder / ("deep/" * 1000)), str(folder / "plain" / "below")]
     paths += [str(folder / "missing" / "below"), "relative", "", ".", "..", "/", "//", "../..", "a/../../..", "~"]
     paths += ["/nonexistent", "/nonexistent/below", "/proc/self", "/sys", "/etc", "/usr", "\0", "\ud800"]
@@ -115,7 +115,7 @@ def make(folder: Path) -> tuple[list[str], list[Path]]:
 def _made(folder: Path) -> Iterator[Path]:
     for name in _NAMES:
         file, inner = folder / name, folder / "folders" / name
-        # Some names are a folder and a file in it.
+        # Some names consist of a folder and a file in it.
         file.parent.mkdir(exist_ok=True)
         file.touch()
         inner.mkdir(parents=True)
@@ -133,7 +133,7 @@ def _made(folder: Path) -> Iterator[Path]:
 
 
 def _special(folder: Path, suffix: str) -> list[str]:
-    """Make one of each kind, and return their names without the suffix."""
+    """Make one entry of each kind, and return their names without the suffix."""
     os.mkfifo(folder / f"fifo{suffix}")
     (folder / f"dangling{suffix}").symlink_to(folder / "nowhere")
     (folder / f"loop{suffix}").symlink_to(folder / f"loop{suffix}")
@@ -142,11 +142,11 @@ def _special(folder: Path, suffix: str) -> list[str]:
     (folder / f"unreadable{suffix}").write_text("{}")
     with (folder / f"huge{suffix}").open("wb") as file:
         file.truncate(HUGE_BYTES)
-    # A socket's path is short, wherever the folder lies.
+    # The path of a socket must be short, wherever the folder is.
     with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(folder):
         server.bind(f"socket{suffix}")
     made = ["fifo", "dangling", "loop", "link-to-pipe", "folder", "unreadable", "huge", "socket"]
-    # Devices of our own, since a program that replaces one must not meet the machine's.
+    # Private device nodes, because a program that replaces one must not touch the machine's.
     for name, minor in (("null", 3), ("zero", 5), ("full", 7)):
         with contextlib.suppress(PermissionError):
             os.mknod(folder / f"{name}{suffix}", stat.S_IFCHR | 0o666, os.makedev(1, minor))
@@ -156,7 +156,7 @@ def _special(folder: Path, suffix: str) -> list[str]:
 
 
 def _runs(folder: Path) -> Iterator[Path]:
-    """Make run folders whose documents are none."""
+    """Make run folders with invalid documents."""
     for name, entry in (("run-of-a-pipe", "fifo"), ("run-of-a-folder", "folder"), ("run-of-nothing", "empty.json")):
         run = folder / name
         run.mkdir()

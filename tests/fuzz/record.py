@@ -1,7 +1,7 @@
-"""Record the specimens that the fuzzer of documents mutates: ``python tests/fuzz/record.py``, in the repository's root.
+"""Record the documents that the document fuzzer mutates: ``python tests/fuzz/record.py``, run in the repository root.
 
-Every document of ``tests/fuzz/specimens`` comes from a real run of a tiny job. Folders are called after what was run,
-paths of the machine that recorded them become relative ones, and its name becomes ``DEVICE``.
+Every document in ``tests/fuzz/specimens`` comes from a real run of a tiny job. Folders are named after the command that
+wrote them; absolute paths of the recording machine become relative, and its device name becomes ``DEVICE``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SPECIMENS = HERE / "specimens"
-# What the recording machine is called in specimens.
+# Name of the recording machine in specimens.
 DEVICE = "the device of the recording"
-# Neither pages and pictures, nor what only libraries read, nor a second document of a kind that is large.
+# Left out: pages, pictures, files that only libraries read, and further large documents of the same kind.
 _LEFT_OUT = (
     *(".html", ".png", ".svg", ".db", ".pt", ".md", ".log", ".writer", ".tracking", "comparison-tiny.json"),
     *("compare/profile.json", "jobs-tiny/profile.json", "jobs-narrow/profile.json", "fine-tune/policy/manifest.json"),
@@ -51,7 +51,7 @@ _CARBON = "time,gCO2/kWh\n" + "".join(f"2026-03-01T{hour:02}:00:00+00:00,{180 + 
 
 
 def record(runs: Path) -> dict[str, Path]:
-    """Run everything once and return the folders by what they are called."""
+    """Run everything once and return the folders by name."""
     import tiny_job
 
     import autotune
@@ -93,7 +93,7 @@ def _compared_jobs(jobs: list[str], runs: Path) -> dict[str, Any]:
 
 
 def _reproduced(runs: Path) -> dict[str, Any]:
-    """Repeat a table of the paper, with tiny jobs in place of its own."""
+    """Reproduce a table of the paper with tiny jobs instead of its own."""
     import math
 
     import tiny_job
@@ -125,7 +125,7 @@ def _attached(runs: Path) -> Path:
 
 
 def _policy(folder: Path) -> None:
-    """Save a policy that chooses plans by itself, narrow enough to be small."""
+    """Save a policy that chooses plans without a planner, with a narrow network to keep it small."""
     from autotune.agents.policy_folder import Training, save_policy
     from autotune.agents.scratch_network import PolicyNetwork
 
@@ -134,7 +134,7 @@ def _policy(folder: Path) -> None:
 
 
 def _loose(runs: Path, folder: Path) -> None:
-    """Write what stands in no run: a recipe, carbon intensities, a convergence model, a measurement, a plan."""
+    """Write documents outside runs: a recipe, carbon intensities, a convergence model, a measurement, a plan."""
     import tiny_job
 
     from autotune.io.files import write_json
@@ -149,7 +149,7 @@ def _loose(runs: Path, folder: Path) -> None:
 
 
 def _sent(folder: Path) -> None:
-    """Send what a run recorded for a tracking server, so that it has a cursor."""
+    """Send a run's records for a tracking server, so that the run has a cursor."""
     from autotune.records.tracking import send_pending
 
     own = Path(tempfile.mkdtemp())
@@ -161,7 +161,7 @@ def _sent(folder: Path) -> None:
 
 
 def resealed(line: str) -> str:
-    """Return a journal's record with the checksum that belongs to it."""
+    """Return a journal record with its correct checksum."""
     record = json.loads(line)
     if isinstance(record, dict) and record.pop("crc32", None) is not None:
         record["crc32"] = zlib.crc32(json.dumps(record, sort_keys=True).encode())
@@ -169,7 +169,7 @@ def resealed(line: str) -> str:
 
 
 def _kept(source: Path, target: Path, names: dict[str, str]) -> None:
-    """Copy a folder's documents, without what tells of this machine."""
+    """Copy a folder's documents without data about this machine."""
     for path in sorted(source.rglob("*")):
         out = target / path.relative_to(source)
         spool = path.name == "tracking.jsonl" and target.name != "tune"
@@ -189,7 +189,7 @@ def _kept(source: Path, target: Path, names: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Record everything anew."""
+    """Record all specimens."""
     import platform
 
     from autotune.mechanics.devices import device_name

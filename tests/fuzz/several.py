@@ -1,4 +1,4 @@
-"""The jobs that specimens were recorded with, and the same ones cut off where training would begin."""
+"""The jobs that the specimens were recorded with, and versions of them that stop where training would begin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autotune import Job
 
 
 class Trained(BaseException):
-    """Training began."""
+    """Raised when training would begin."""
 
 
 def tiny() -> Job:
@@ -20,7 +20,7 @@ def tiny() -> Job:
 
 
 def narrow() -> Job:
-    """Return the same under another name."""
+    """Return the same job under another name."""
     return tiny_job.make(name="narrow", evaluate_every=4, target=4.3, max_steps=24)
 
 

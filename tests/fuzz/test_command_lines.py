@@ -1,4 +1,4 @@
-"""Whatever stands on a command line, the answer is one line or what was asked for."""
+"""Tests of hostile command lines: each succeeds or fails with one line."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def run_lines(scratch: Path, count: int, *options: str, parts: int = 1) -> list[dict[str, Any]]:
-    """Run command lines in as many processes as asked for, and return what they came to."""
+    """Run command lines in the given number of processes, and return the results."""
     started = []
     for part in range(parts):
         numbers = {"--count": count, "--parts": parts, "--part": part}
@@ -33,24 +33,24 @@ def judge(results: list[dict[str, Any]], count: int) -> None:
     assert not wrong, "\n".join(wrong)
     assert len(results) == count
     ended = {result["ended"] for result in results}
-    # Some were refused, and some were taken: else nothing behind the first check was reached.
+    # Some must be rejected and some accepted; otherwise only the first check would be tested.
     assert {"2", "working"} <= ended <= {"0", "1", "2", "working"}
     assert sum(result["ended"] == "2" for result in results) > count / 2
 
 
-def test_a_hostile_command_line_is_refused_in_one_line_or_carried_out(tmp_path: Path) -> None:
+def test_each_hostile_command_line_succeeds_or_fails_with_one_line(tmp_path: Path) -> None:
     judge(run_lines(tmp_path, 60, "--seed", "2"), 60)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_1500_hostile_command_lines_are_refused_in_one_line_or_carried_out(tmp_path: Path) -> None:
+def test_1500_hostile_command_lines_succeed_or_fail_with_one_line(tmp_path: Path) -> None:
     results = run_lines(tmp_path, 1500, "--runs", "--seed", "1", parts=2)
     judge(results, 1500)
     assert {"0", "2", "working"} <= {result["ended"] for result in results}
 
 
-def test_every_option_of_every_verb_is_given_hostile_values(tmp_path: Path) -> None:
+def test_every_option_of_every_verb_gets_hostile_values(tmp_path: Path) -> None:
     import command_lines
 
     places = command_lines.Places(root=tmp_path, paths=["hostile"], unreadable=[], valid={})
@@ -66,7 +66,7 @@ def test_every_option_of_every_verb_is_given_hostile_values(tmp_path: Path) -> N
     assert wanted <= given
 
 
-def test_the_same_seed_makes_the_same_command_lines(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_command_lines(tmp_path: Path) -> None:
     import command_lines
 
     places = command_lines.Places(root=tmp_path, paths=["hostile"], unreadable=[], valid={})

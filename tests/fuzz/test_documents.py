@@ -1,4 +1,4 @@
-"""Documents that somebody damaged or made up are refused in one line, or do no harm when they are used."""
+"""Tests of damaged and forged documents: each is rejected in one line or does no harm."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ import record
 import uses
 
 HERE = Path(__file__).resolve().parent
-# What no mutant may come to. Its example is what to look for: a number of a mutant, and the place in the package.
+# Forbidden outcomes. The example of a finding gives the number of the mutant and the place in the package.
 HARM = ("foreign", "breach", "several lines", "long", "slow")
 SHORT = 30
 
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """Return a folder outside of pytest's own, in memory if there is such a place: every write waits for its disk."""
+    """Return a folder outside pytest's own, in memory if possible, because every write waits for the disk."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if os.access(memory, os.W_OK) else None))
-    # The worker is nobody in particular, and must get to its own folder in it.
+    # The worker runs as an unprivileged user and must reach its own folder in it.
     folder.chmod(0o755)
     yield folder
     shutil.rmtree(folder)
 
 
 def put_to_use(scratch: Path, names: list[str], *, seed: int, count: int, timeout_s: float) -> dict[str, Any]:
-    """Put mutants to use in a process of their own, and return its findings."""
+    """Try mutants in a separate process, and return its findings."""
     folder = scratch / f"worker-{seed}"
     folder.mkdir()
     paths = [str(HERE.parents[1]), str(HERE.parent), str(HERE)]
@@ -50,7 +50,7 @@ def put_to_use(scratch: Path, names: list[str], *, seed: int, count: int, timeou
 
 
 def require_harmless(found: dict[str, Any], names: list[str]) -> Counter[str]:
-    """Check what mutants of some uses came to, and return how many did."""
+    """Check the outcomes of the mutants of some uses, and return their number."""
     assert {name: said for name, said in found["pristine"].items() if said} == {}
     totals: Counter[str] = Counter()
     harm = {}
@@ -65,7 +65,7 @@ def require_harmless(found: dict[str, Any], names: list[str]) -> Counter[str]:
     return totals
 
 
-# Uses of a few milliseconds, one of every loader at least; the others wait for `make test-slow`.
+# Uses that take a few milliseconds, at least one per loader; the others run in `make test-slow`.
 QUICK = [name for name, use in uses.USES.items() if use.share >= 0.1]
 
 
@@ -91,7 +91,7 @@ def test_forty_thousand_mutants_do_no_harm(scratch: Path) -> None:
     assert totals["accepted"] >= 8_000
 
 
-def test_mutants_are_the_same_for_the_same_seed() -> None:
+def test_same_seed_gives_the_same_mutants() -> None:
     data = (record.SPECIMENS / "tune" / "config.json").read_bytes()
     first, again = documents.mutants(data, "json", 3), documents.mutants(data, "json", 3)
     drawn = [next(first) for _ in range(50)]
@@ -101,7 +101,7 @@ def test_mutants_are_the_same_for_the_same_seed() -> None:
     assert drawn != [next(other) for _ in range(50)]
 
 
-def test_specimens_are_small_and_say_nothing_of_the_machine_that_recorded_them() -> None:
+def test_specimens_are_small_and_do_not_identify_the_recording_machine() -> None:
     files = [path for path in record.SPECIMENS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 300_000
     for path in files:
@@ -111,8 +111,8 @@ def test_specimens_are_small_and_say_nothing_of_the_machine_that_recorded_them()
             assert "/tmp" not in text, path
 
 
-def test_a_breach_of_the_borders_is_reported_and_what_would_change_a_file_is_refused(scratch: Path) -> None:
-    """The watch itself works: it is told of everything that a mutant could do."""
+def test_guard_reports_forbidden_actions_and_blocks_writes(scratch: Path) -> None:
+    """The worker's monitor works: it is told of everything that a mutant could do."""
     code = (
         "import sys, os, socket, subprocess; from pathlib import Path; import worker\n"
         "scratch = Path(sys.argv[1]); worker._enter(scratch); watch = worker.Watch(); watch.begin(scratch)\n"

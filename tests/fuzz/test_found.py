@@ -1,4 +1,4 @@
-"""What mutants of documents once did is refused by the kinds of the documents."""
+"""Regression tests of mutated documents that once caused harm."""
 
 from __future__ import annotations
 
@@ -38,15 +38,13 @@ def changed(path: Path, change: Any) -> None:
         ({"time_ratio": 1.0, "time_ratio_ci95": [1.5, 0.5]}, r"time_ratio_ci95 is \[1.5, 0.5\]"),
     ],
 )
-def test_a_ratio_of_times_that_cannot_be_turned_into_a_speed_is_refused(
-    jobs: Path, values: dict[str, Any], problem: str
-) -> None:
+def test_time_ratio_that_gives_no_finite_speed_is_rejected(jobs: Path, values: dict[str, Any], problem: str) -> None:
     changed(jobs / "jobs.json", lambda document: document["together"][0].update(values))
     with pytest.raises(RunDirectoryError, match=problem):
         resume(jobs)
 
 
-def test_a_comparison_that_does_not_name_its_run_is_refused(tmp_path: Path) -> None:
+def test_comparison_without_its_run_name_is_rejected(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(record.SPECIMENS / "compare", tmp_path / "compare"))
     changed(folder / "comparison.json", lambda document: document.pop("run"))
     with pytest.raises(RunDirectoryError, match="run is missing"):
@@ -54,7 +52,7 @@ def test_a_comparison_that_does_not_name_its_run_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("where", ["calibration", "pieces"])
-def test_a_profile_by_which_a_step_takes_no_time_is_refused(tmp_path: Path, where: str) -> None:
+def test_profile_with_zero_step_time_is_rejected(tmp_path: Path, where: str) -> None:
     document = read_json(record.SPECIMENS / "tune-exact" / "profile.json")
     if where == "calibration":
         document["calibration"]["scale"] = 0.0
@@ -65,7 +63,7 @@ def test_a_profile_by_which_a_step_takes_no_time_is_refused(tmp_path: Path, wher
         read_profile(tmp_path / "profile.json")
 
 
-def test_a_curve_that_does_not_fall_is_met_at_once_or_never() -> None:
+def test_flat_convergence_curve_reaches_its_target_at_once_or_never() -> None:
     document = copy.deepcopy(read_json(record.SPECIMENS / "loose" / "convergence.json"))
     document["metric"]["drop"] = 0.0
     found = Convergence.from_json(document)
@@ -73,7 +71,7 @@ def test_a_curve_that_does_not_fall_is_met_at_once_or_never() -> None:
     assert found.steps_to(found.metric.asymptote + 1.0, 8.0) == float("inf")
 
 
-def test_an_error_shows_neither_control_characters_nor_endless_values() -> None:
+def test_error_messages_contain_no_control_characters_and_no_very_long_values() -> None:
     error = InputError(f"key 'a\x00\x1b[31m\u202e\ud800' is {'x' * 100_000}", where="file", allowed="y" * 100_000)
     assert str(error).isprintable()
     assert r"a\x00\x1b[31m\u202e\ud800" in str(error)
@@ -81,7 +79,7 @@ def test_an_error_shows_neither_control_characters_nor_endless_values() -> None:
     assert str(InputError("é 漢 is no unit", where="file")) == "file: é 漢 is no unit"
 
 
-def test_an_error_in_what_a_run_was_asked_for_names_the_run(tmp_path: Path) -> None:
+def test_error_in_a_run_s_request_names_the_run(tmp_path: Path) -> None:
     import several
 
     from autotune.mechanics.devices import device_name

@@ -1,4 +1,4 @@
-"""The guard itself: what it is to refuse is refused, and what it is to report is reported."""
+"""Tests of the guard that restricts fuzzing processes."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ guard.install([*guard.installation(), *guard.SYSTEM], [inside], report=lambda li
 
 
 def said(code: str, folder: Path) -> tuple[list[str], str]:
-    """Run code under a guard, and return what was reported and what Python ended with."""
+    """Run code under a guard, and return the reports and Python's final message."""
     inside, outside = folder / "inside", folder / "outside"
     for made in (inside, outside):
         made.mkdir()
@@ -53,7 +53,7 @@ def said(code: str, folder: Path) -> tuple[list[str], str]:
         "sqlite3.connect(outside / 'new')",
     ],
 )
-def test_nothing_outside_is_changed(code: str, tmp_path: Path) -> None:
+def test_files_outside_the_allowed_folders_cannot_be_changed(code: str, tmp_path: Path) -> None:
     reported, ended = said(code, tmp_path)
     assert "PermissionError" in ended
     assert len(reported) == 1
@@ -64,33 +64,33 @@ def test_nothing_outside_is_changed(code: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "code", ["(outside / 'file').read_text()", "(inside / 'link').read_text()", "os.listdir(outside)"]
 )
-def test_what_is_read_outside_is_reported(code: str, tmp_path: Path) -> None:
+def test_reading_outside_the_allowed_folders_is_reported(code: str, tmp_path: Path) -> None:
     reported, ended = said(code, tmp_path)
     assert ended == ""
     assert len(reported) == 1
     assert "for reading outside" in reported[0]
 
 
-def test_what_could_hang_is_reported(tmp_path: Path) -> None:
+def test_opening_a_path_that_could_block_is_reported(tmp_path: Path) -> None:
     code = (
         "os.close(os.open(inside / 'pipe', os.O_RDWR))\nos.close(os.open(inside / 'pipe', os.O_RDONLY | os.O_NONBLOCK))"
     )
     assert said(code, tmp_path) == ([f"opened a pipe: {str(tmp_path / 'inside' / 'pipe')!r}"], "")
 
 
-def test_what_is_unreadable_looks_as_if_the_system_said_so(tmp_path: Path) -> None:
+def test_unreadable_path_raises_permission_error(tmp_path: Path) -> None:
     reported, ended = said("(inside / 'unreadable').read_text()", tmp_path)
     assert reported == []
     assert "PermissionError: [Errno 13] Permission denied" in ended
 
 
-def test_no_other_machine_is_reached(tmp_path: Path) -> None:
+def test_network_connections_are_blocked(tmp_path: Path) -> None:
     reported, ended = said("socket.create_connection(('192.0.2.1', 80))", tmp_path)
     assert "ConnectionRefusedError" in ended
     assert reported == ["network: ('192.0.2.1', 0)"]
 
 
-def test_what_is_inside_may_be_done(tmp_path: Path) -> None:
+def test_allowed_folders_can_be_used_freely(tmp_path: Path) -> None:
     code = """
 (inside / 'link').unlink()
 (inside / 'new').mkdir()
@@ -103,7 +103,7 @@ mimetypes.init()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has rights to give up")
-def test_rights_are_given_up_for_good(tmp_path: Path) -> None:
+def test_privileges_are_dropped_permanently(tmp_path: Path) -> None:
     code = """
 import guard, os, pathlib, sys
 guard.drop_rights()

@@ -1,7 +1,7 @@
-"""What the package does with documents: each use loads one mutated document and goes on with what was accepted.
+"""Uses of documents: each loads one mutated document with the package and continues with it if it was accepted.
 
-A use either ends, or raises one of the package's own errors. It raises ``several.Trained`` where a document led as far
-as training, which the fuzzer's jobs do not do.
+A use either ends normally or raises one of the package's own errors. It raises ``several.Trained`` if a document led to
+training, which the fuzzer's jobs do not do.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _JOBS = Path(__file__).resolve().parent / "several.py"
 _REFERENCE = f"{_JOBS}:untrained_tiny"
 _REFERENCES = [_REFERENCE, f"{_JOBS}:untrained_narrow"]
 _SPACE = TorchEngine(several.tiny()).space
-# A budget for the solver, at which some plans of the specimen do not fit.
+# Budget for the solver, which some plans of the specimen exceed.
 _BUDGETS = (None, 450_000, 2**40)
 
 
@@ -77,14 +77,14 @@ class Use:
     """One use of one document.
 
     Attributes:
-        name: what it is called in reports.
+        name: name in reports.
         folder: the specimen's folder.
         file: the document in it that is mutated.
-        run: does it, with the folder in which the mutant lies, and the mutant's path.
-        share: share of the mutants that other uses get; below 1 where a use is slow.
-        without: documents that are taken away before, so that a run is not finished.
-        beside: other specimens that lie beside it in the folder of runs.
-        refused: whether even the document as it was recorded is refused: it is no document for this use.
+        run: runs the use, given the folder of the mutant and the mutant's path.
+        share: number of mutants relative to other uses; below 1 if a use is slow.
+        without: documents that are removed first, so that a run is unfinished.
+        beside: other specimens in the same folder of runs.
+        refused: whether even the recorded document is rejected, because it is the wrong kind for this use.
     """
 
     name: str
@@ -98,13 +98,13 @@ class Use:
 
     @property
     def form(self) -> Form:
-        """Return how its document is written."""
+        """Return the format of the document."""
         forms: Mapping[str, Form] = {".json": "json", ".jsonl": "lines", ".toml": "toml", ".csv": "text"}
         return forms.get(Path(self.file).suffix, "bytes")
 
 
 def laid_out(use: Use, runs: Path) -> Path:
-    """Copy a use's specimens into a folder of runs, as if this machine had written them; return the use's own."""
+    """Copy the specimens of a use into a folder of runs, as if written here; return the folder of the use."""
     if use.folder == "index":
         _index(runs)
         return runs / use.folder
@@ -126,7 +126,7 @@ def _of_here(text: str, runs: Path) -> str:
 
 
 def _cache(runs: Path, folder: Path) -> None:
-    """Put a profile into the cache of profiles, where the recorded job's is looked for, and a copy beside the run's."""
+    """Put a profile into the cache under the recorded job's key, and a copy next to the run's."""
     key = profile_key(several.untrained(), device_name())
     path = cache_path(several.untrained(), runs, key, "-lean")
     path.parent.mkdir(exist_ok=True)
@@ -251,7 +251,7 @@ def reproduced(folder: Path, path: Path) -> None:
 
 
 def train_resumed(folder: Path, path: Path) -> None:
-    # As far as the recipe and the run: processes that train are another story.
+    # Stops after the recipe and the run, because training processes are tested elsewhere.
     from autotune.commands.training import TrainRequest, _resumed
 
     request = TrainRequest(resume=folder, trials=1 if folder.name == "search" else None)
@@ -260,7 +260,7 @@ def train_resumed(folder: Path, path: Path) -> None:
 
 
 def _show(document: dict[str, Any]) -> None:
-    """Show a document as ``autotune resume`` does."""
+    """Print a document as ``autotune resume`` does."""
     from autotune.cli.compare import show, show_jobs
     from autotune.cli.console import console
     from autotune.report.terminal_tables import tuned_line
@@ -291,11 +291,11 @@ def exported(folder: Path, path: Path) -> None:
 
 
 class CommandError(Exception):
-    """What a command answered, where it is not what the package's errors look like."""
+    """A command's error output that does not look like an error of the package."""
 
 
 def _command(*arguments: object) -> None:
-    """Run the command line here; an error of ours is raised again, from the one line that it printed."""
+    """Run the command line in this process, and raise the error in its one line of output, if any."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main.run([str(argument) for argument in arguments])
@@ -379,7 +379,7 @@ def tracked_again(folder: Path, path: Path) -> None:
 
 
 def sent(folder: Path, path: Path) -> None:
-    """Send to a database that MLflow made once: to make one takes seconds."""
+    """Send to a database that MLflow made once, because making one takes seconds."""
     runs, made = folder.parent, folder.parents[1] / "mlflow.db"
     if made.exists():
         shutil.copy(made, runs)
@@ -428,7 +428,7 @@ def carbon(folder: Path, path: Path) -> None:
 
 
 def cached(folder: Path, path: Path) -> None:
-    """Take a tuning up whose job has a profile in the cache."""
+    """Resume a tuning whose job has a cached profile."""
     runs = folder.parent
     key = profile_key(several.untrained(), device_name())
     shutil.copyfile(path, cache_path(several.untrained(), runs, key, "-lean"))
@@ -436,7 +436,7 @@ def cached(folder: Path, path: Path) -> None:
 
 
 def point_tables_at_tiny_jobs() -> None:
-    """Let a table of the paper be one of jobs that do not train."""
+    """Replace the jobs of a table of the paper by jobs that do not train."""
     tasks = {
         architecture: experiments.Experiment(
             architecture=architecture,
@@ -452,7 +452,7 @@ def point_tables_at_tiny_jobs() -> None:
     experiments.SCALES = {**experiments.SCALES, "cpu": tasks}
 
 
-# Of a comparison on several jobs, from the folder of one of them.
+# Documents of a comparison on several jobs, read from the folder of one job.
 _UNFINISHED = ("../jobs/jobs.json",)
 
 

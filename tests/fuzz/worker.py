@@ -1,6 +1,7 @@
-"""Process that puts mutants to use: ``python worker.py SCRATCH SEED MUTANTS USE...`` prints its findings as JSON.
+"""Process that tries mutants: ``python worker.py SCRATCH SEED MUTANTS USE...`` prints its findings as JSON.
 
-It cannot change anything outside of its scratch folder, and reports whatever it opened, connected to or started.
+It cannot change anything outside its scratch folder, and reports every file it opened, every connection it made and
+every process it started.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# Seconds of the process's own time that a mutant may take, and seconds after which it is given up.
+# Seconds of CPU time that a mutant may take, and wall-clock seconds after which it is abandoned.
 _SLOW_S, _GIVEN_UP_S = 5.0, 60.0
 _EXAMPLES = 12
 _STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.fork", "os.forkpty")
@@ -32,7 +33,7 @@ class GivenUpError(Exception):
 
 
 class Findings:
-    """What mutants of one use came to."""
+    """Outcomes of the mutants of one use."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -50,7 +51,7 @@ class Findings:
 
 
 class Watch:
-    """Breaches of the borders within which a mutant is put to use."""
+    """Monitor of forbidden actions while a mutant is tried."""
 
     def __init__(self) -> None:
         self.breaches: list[str] = []
@@ -75,13 +76,13 @@ class Watch:
 
 
 def main(scratch: Path, seed: int, count: int, names: list[str]) -> dict[str, Any]:
-    """Put mutants of each use's document to use, and return what came of them."""
+    """Try mutants of each use's document, and return the findings."""
     import uses
 
     uses.point_tables_at_tiny_jobs()
     chosen = [uses.USES[name] for name in names]
     runs = scratch / "runs"
-    # What is imported late, or read once, is not a mutant's doing.
+    # Late imports and one-time reads must not be attributed to a mutant.
     pristine = {use.name: _pristine(use, runs) for use in chosen}
     watch = Watch()
     watch.begin(scratch)
@@ -94,7 +95,7 @@ def main(scratch: Path, seed: int, count: int, names: list[str]) -> dict[str, An
 
 
 def _pristine(use: Any, runs: Path) -> str:
-    """Return what is wrong with a use of the document as it was recorded; nothing should be."""
+    """Return what is wrong with a use of the recorded document; nothing should be."""
     folder = _fresh(use, runs, begin=True)
     try:
         with _quietly():
@@ -125,7 +126,7 @@ def _use(use: Any, runs: Path, seed: int, count: int, watch: Watch) -> Findings:
 
 
 def _one(use: Any, folder: Path, findings: Findings, label: str, watch: Watch) -> None:
-    """Put one mutant to use, and note what came of it."""
+    """Try one mutant and record the outcome."""
     from autotune.errors import AutotuneError
 
     findings.note("mutants")
@@ -145,7 +146,7 @@ def _one(use: Any, folder: Path, findings: Findings, label: str, watch: Watch) -
         if not use.refused and folder.name not in text and Path(use.file).name not in text:
             findings.note("unnamed", text[:200])
     except BaseException as error:
-        # A job's file is a module of its own, with a class of its own.
+        # A job file is a separate module with its own class.
         trained = type(error).__name__ == "Trained"
         findings.note("trained") if trained else _note_foreign(findings, label, error)
     finally:
@@ -177,7 +178,7 @@ def _quietly(findings: Findings | None = None) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """Return where in the package something was raised."""
+    """Return the place in the package that raised the exception."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if f"{os.sep}autotune{os.sep}" in frame.filename]
     last = (own or frames)[-1]
@@ -185,7 +186,7 @@ def _place(error: BaseException) -> str:
 
 
 def _fresh(use: Any, runs: Path, *, begin: bool = False) -> Path:
-    """Return a use's folder as it was recorded, but for the document that is mutated; at its begin, that as well."""
+    """Return the recorded folder of a use without the mutated document; at the beginning, including it."""
     import uses
 
     kept = runs.parent / "laid-out" / use.name.replace(" ", "-").replace(":", "")
@@ -193,11 +194,11 @@ def _fresh(use: Any, runs: Path, *, begin: bool = False) -> Path:
     if not kept.exists():
         shutil.rmtree(runs, ignore_errors=True)
         runs.mkdir()
-        # Paths in the documents are those of the folder of runs.
+        # Paths in the documents refer to the folder of runs.
         uses.laid_out(use, runs)
         shutil.copytree(runs, kept)
     elif begin or _names(runs) != _names(kept):
-        # Whatever writes in a run leaves its lock there.
+        # Commands that write in a run leave a lock file there.
         shutil.rmtree(runs)
         shutil.copytree(kept, runs)
     return folder
@@ -216,7 +217,7 @@ def _give_up(*_: object) -> None:
 
 
 def _enter(scratch: Path) -> None:
-    """Settle in the scratch folder: everything that libraries keep goes there."""
+    """Enter the scratch folder and make libraries store their files there."""
     for name in ("home", "temporary", "elsewhere"):
         (scratch / name).mkdir()
     (scratch / "elsewhere" / "secret.txt").write_text("nobody may open this")
@@ -230,7 +231,7 @@ def _enter(scratch: Path) -> None:
 
 
 def _leave_root(scratch: Path) -> None:
-    """Give the scratch folder to nobody, and become nobody, if this process may change more than a user can."""
+    """Switch to the user "nobody", with its own scratch folder, if this process is privileged."""
     import guard
 
     if os.getuid() == 0:
@@ -248,5 +249,5 @@ if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
     print(json.dumps(main(place, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])))  # noqa: T201
     sys.stdout.flush()
-    # Threads of libraries may wait for what never comes.
+    # Threads of libraries may wait forever.
     os._exit(0)

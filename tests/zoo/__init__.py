@@ -1,21 +1,21 @@
-"""Loops as people write them. Each trains a little, and ``test_zoo.py`` asks whether it does the same when attached.
+"""Training loops as people write them. ``test_zoo.py`` checks that each trains the same when attached.
 
 Every module here is one loop: ``train(run)`` builds its model, data and optimizer, calls ``run.attach`` where a user
-would call ``autotune.attach``, trains ``run.steps`` steps in its own way, logs each loss by ``run.log`` and hands what
-it has trained to ``run.keep``. It must come to the same bits each time. It may say of itself:
+would call ``autotune.attach``, trains ``run.steps`` steps in its own way, logs each loss by ``run.log`` and passes what
+it has trained to ``run.keep``. It must be bit-identical each time. A module may define:
 
 ``LOCKED``
-    units that cannot be recomputed exactly, and a part of the reason; without it, no unit may be locked.
+    units that cannot be recomputed exactly, with a part of the reason; otherwise no unit may be locked.
 ``BY_CHANCE``
-    that chance says which of them are locked.
+    that locked units vary at random.
 ``REFUSED``
-    a part of the sentence with which ``attach`` refuses it.
+    a part of the message with which ``attach`` rejects the loop.
 ``OBSERVED``
     a part of the reason why nothing can be switched.
 ``SURPRISES``
-    steps that need more than any before them, which nothing tells of beforehand: only these may be over the budget.
+    steps that need more memory than any before, unpredictably: only these may exceed the budget.
 ``STAYS_LEAN``
-    why nothing but the leanest plan is used under a budget.
+    why only the leanest plan is used under a budget.
 ``MODES``
     the modes besides ``exact`` that it can run in: ``rounding``, ``tolerant``.
 """
@@ -41,10 +41,10 @@ WIDTH, VOCABULARY = 16, 13
 
 
 class Alone:
-    """Do what a loop does without a tuner; under given plans, meter the memory of each step.
+    """A stand-in for the tuner in an unattached loop; under given plans, it meters the memory of each step.
 
     Attributes:
-        probing: never: there are no passes beside the run.
+        probing: always false, because there are no trial passes.
     """
 
     probing = False
@@ -77,15 +77,15 @@ class Alone:
         return True
 
     def begin_step(self, batch: Any) -> None:
-        """Apply the step's plan, and begin to meter it."""
+        """Apply the step's plan, and start metering."""
         plans = self._run.plans
         if plans is not None:
-            # A step before may have ended in an exception.
+            # An earlier step may have ended with an exception.
             self.end_step()
             self._run.meters = True
             controls.apply(self._model, plans[min(len(self._run.peaks), len(plans) - 1)])
             self._meter = MemoryMeter(torch.device("cpu"))
-            # Of a slice, the rest of its storage is no step's.
+            # The rest of a slice's storage does not belong to the step.
             shown = [leaf.clone() for leaf in tensors(batch)]
             resident = [*resident_tensors(self._model, self._optimizer, []), *shown]
             if self._run.clears_within:
@@ -94,7 +94,7 @@ class Alone:
             self._run.metered.enter_context(self._meter.metering(resident))
 
     def end_step(self, **_: Any) -> None:
-        """End to meter the step."""
+        """Stop metering the step."""
         if self._run.meters:
             self._run.metered.close()
             self._run.meters = False
@@ -117,7 +117,7 @@ class Alone:
 
 
 class Recorded:
-    """A tuner, and write down under which plan and budget each step ran."""
+    """A wrapper of a tuner that records the plan and budget of each step."""
 
     def __init__(self, run: Run, tuner: autotune.LiveTuner) -> None:
         self._run, self._tuner = run, tuner
@@ -147,23 +147,23 @@ class Recorded:
 
 
 class Run:
-    """Run a loop once: alone, attached, or alone under given plans with its memory metered.
+    """One run of a loop: unattached, attached, or unattached under given plans with its memory metered.
 
     Args:
-        attaching: what to attach with; ``None`` trains alone.
+        attaching: arguments of ``attach``; ``None`` trains unattached.
         plans: a plan for each step.
-        steps: how many steps.
+        steps: number of steps.
         budget: the budget of a step, by its number.
 
     Attributes:
-        used: the plan that each step of an attached run had.
-        peaks: the bytes that each step under a given plan needed.
-        losses: all that was logged.
-        kept: what was trained.
+        used: plan of each step of an attached run.
+        peaks: peak bytes of each step under a given plan.
+        losses: logged losses.
+        kept: trained models, optimizers and tensors.
         drawn: the states of the generators at the end.
         tuner: the tuner.
-        metered: what meters the step that runs, and `meters` whether one does.
-        status: what it said before the end, and `locks` what it had locked.
+        metered: the meter of the running step; `meters` tells whether there is one.
+        status: the tuner's last status; `locks` are its locks.
     """
 
     def __init__(
@@ -180,39 +180,39 @@ class Run:
         self.losses: list[float] = []
         self.kept: list[Any] = []
         self.tuner: Any = None
-        # Whether gradients that are alive when a step begins are cleared in it, which a profiler of a CPU does not see.
+        # Whether gradients alive at the start of a step are cleared in it, which a CPU profiler does not see.
         self.clears_within = False
         self.metered, self.meters = ExitStack(), False
 
     @property
     def is_attached(self) -> bool:
-        """Tell whether the loop is to be attached."""
+        """Tell whether the loop should be attached."""
         return self.attaching is not None
 
     def arguments(self, **options: Any) -> dict[str, Any]:
-        """Return what to call ``autotune.attach``, or the callback of a framework, with."""
+        """Return the arguments of ``autotune.attach``, or of a framework's callback."""
         assert self.attaching is not None
         budget = self.budget
         given = {} if budget is None else {"memory_budget_bytes": lambda: budget(len(self.used))}
         return {"runs_dir": None, **options, **self.attaching, **given}
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
-        """Return a tuner of the model, or what does a tuner's part in a loop that has none."""
+        """Return a tuner of the model, or a stand-in for an unattached loop."""
         if self.attaching is None:
             return Alone(self, model, optimizer, options.get("clip_norm"))
         self.tuner = autotune.attach(model, optimizer, **self.arguments(**options))
         return Recorded(self, self.tuner)
 
     def log(self, *losses: torch.Tensor | float) -> None:
-        """Note losses."""
+        """Record losses."""
         self.losses += [float(loss.detach() if isinstance(loss, torch.Tensor) else loss) for loss in losses]
 
     def keep(self, *trained: Any) -> None:
-        """Note models, optimizers or tensors, as they are now."""
+        """Record copies of models, optimizers or tensors."""
         self.kept += [one.state_dict() if hasattr(one, "state_dict") else one for one in trained]
 
     def finish(self) -> Run:
-        """Note what the generators have drawn, and detach."""
+        """Record the states of the generators, and detach."""
         self.drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # noqa: NPY002
         if self.tuner is not None:
             self.status, self.locks = dict(self.tuner.status), dict(self.tuner.locks)
@@ -221,7 +221,7 @@ class Run:
 
 
 class Block(nn.Module):
-    """Attend and mix, with dropout."""
+    """A block of attention and a feed-forward network, with dropout."""
 
     def __init__(self, width: int = WIDTH, dropout: float = 0.1) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """Mix, and add."""
+    """A feed-forward network on a residual path."""
 
     def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Residual(nn.Module):
 
 
 class Stack(nn.Module):
-    """Embed tokens, pass them through blocks, and score the next ones."""
+    """A language model of an embedding, blocks and a head."""
 
     def __init__(self, blocks: Sequence[nn.Module], width: int = WIDTH) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attach to loops that a framework runs, replay plans in them, and hold what their tuners said before they detached."""
+"""Attach to loops that a framework runs, replay plans in them, and keep the status of their tuners before detaching."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zoo import Alone, Run
 
 
 class Ended:
-    """A tuner that its framework has detached, with what it said just before."""
+    """A tuner that its framework has detached, with its last status."""
 
     def __init__(self, tuner: Any) -> None:
         self.status, self.locks = dict(tuner.status), dict(tuner.locks)
@@ -21,11 +21,11 @@ class Ended:
 
 
 class Watch:
-    """Do at the bounds of a framework's steps what ``Alone`` and ``Recorded`` do in loops of one's own.
+    """Counterpart of ``Alone`` and ``Recorded`` for steps that a framework delimits.
 
     Args:
         run: the run.
-        attached: the package's callback; ``None`` for a run alone.
+        attached: the package's callback; ``None`` for an unattached run.
     """
 
     def __init__(self, run: Run, attached: Any = None) -> None:
@@ -33,7 +33,7 @@ class Watch:
         self._alone: Alone | None = None
 
     def begin_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """Begin a step; call it after the package's callback did."""
+        """Begin a step; call this after the package's callback."""
         if self._attached is not None:
             self._run.used.append(self._attached.tuner.plan)
         elif self._run.plans is not None:

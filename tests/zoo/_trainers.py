@@ -1,4 +1,4 @@
-"""Train with the Trainer of transformers, or with one that inherits from it, in the zoo's runs."""
+"""Train with transformers' Trainer, or a subclass of it, in the zoo's runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 class _Attached(AutotuneCallback):
-    """Keep what the tuner says before it is detached."""
+    """The callback, which keeps the tuner's status before it detaches."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(**run.arguments())
@@ -35,7 +35,7 @@ class _Attached(AutotuneCallback):
 
 
 class _Watching(TrainerCallback):
-    """Find where steps begin and end; a batch is seen when the model is called with it."""
+    """A callback that detects where steps begin and end; batches are seen when the model is called."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -61,7 +61,7 @@ class _Watching(TrainerCallback):
 
 
 def train_with(trainer: Trainer, run: Run) -> None:
-    """Train, attached where the run is; log what the Trainer logs, and keep what it trained."""
+    """Train, attached or not as the run says; record the Trainer's losses and the trained model."""
     attached = _Attached(run) if run.is_attached else None
     if attached is not None:
         trainer.add_callback(attached)

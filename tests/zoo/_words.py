@@ -14,14 +14,14 @@ SPECIAL = ["<pad>", "<eos>", "<unk>"]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token for a word."""
+    """Return a tokenizer with one token per word."""
     plain = Tokenizer(WordLevel({word: place for place, word in enumerate(SPECIAL + WORDS)}, unk_token="<unk>"))
     plain.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def sentences(count: int, most: int) -> list[str]:
-    """Return sentences of 4 to so many words."""
+    """Return sentences of 4 to the given number of words."""
     rows = next(texts(1, count, most))
     return [" ".join(WORDS[token] for token in row[: 4 + place * 7 % (most - 3)]) for place, row in enumerate(rows)]
 

@@ -1,4 +1,4 @@
-"""An Accelerator that accumulates by itself is refused: its optimizer skips updates that it is asked for."""
+"""An Accelerator with gradient accumulation, which is rejected: its optimizer skips requested updates."""
 
 import torch
 from accelerate import Accelerator

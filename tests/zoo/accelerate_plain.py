@@ -1,4 +1,4 @@
-"""Accelerate's own loop, with a prepared loader and batches that are accumulated by hand: two to an update."""
+"""Accelerate's own loop, with a prepared loader and two manually accumulated batches per update."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""Layers read in a list which adapter is active; two tasks, each with its own, go into one backward pass."""
+"""Layers read from a list which adapter is active; two tasks, each with its own, share one backward pass."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import nn
 
 from zoo import WIDTH, Run, points
 
-# A recomputed block of this size needs more than one that keeps its activations: its budget is not judged.
+# Recomputing a block of this size needs more memory than keeping its activations, so the budget is not checked.
 SURPRISES = range(24)
 STAYS_LEAN = "recomputing needs more than keeping"
 

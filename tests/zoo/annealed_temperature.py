@@ -1,4 +1,4 @@
-"""Routers with Gumbel noise, whose temperature falls by a little in each forward pass."""
+"""Routers with Gumbel noise, whose temperature falls a little in each forward pass."""
 
 import torch
 import torch.nn.functional as F

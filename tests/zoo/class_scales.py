@@ -1,4 +1,4 @@
-"""Each batch brings along a scale for each of six classes; every fourth batch has as many rows."""
+"""Each batch contains one scale for each of six classes; every fourth batch also has six rows."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Each block is compiled by itself, as is done for models of many like blocks."""
+"""Each block is compiled individually, as is common for models with many equal blocks."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from zoo import Run, next_token_loss, small_gpt, texts
 
 def train(run: Run) -> None:
     torch._dynamo.reset()
-    # Dynamo warns of what it does not trace.
+    # Dynamo warns about code that it does not trace.
     warnings.simplefilter("ignore")
     model = small_gpt(dropout=0.0)
     for number, block in enumerate(model.blocks):

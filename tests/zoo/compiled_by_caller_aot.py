@@ -1,4 +1,4 @@
-"""A model that the loop compiles with its backward pass, while what is attached to is the model as it was."""
+"""The loop compiles the model with its backward pass, but attaches to the uncompiled model."""
 
 import warnings
 
@@ -11,7 +11,7 @@ LOCKED = {f"blocks.{number}": "not called by itself" for number in range(4)}
 
 def train(run: Run) -> None:
     torch._dynamo.reset()
-    # Dynamo warns of what it does not trace.
+    # Dynamo warns about code that it does not trace.
     warnings.simplefilter("ignore")
     model = small_gpt(dropout=0.0)
     compiled = torch.compile(model, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""The model puts a mask into a context that its blocks share, and runs twice before backward."""
+"""The model stores a mask in a context that its blocks share, and runs twice before the backward pass."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A context variable is set for the time of the forward pass, and blocks read it."""
+"""A context variable is set during the forward pass, and blocks read it."""
 
 from contextvars import ContextVar
 

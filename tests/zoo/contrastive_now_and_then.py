@@ -1,4 +1,4 @@
-"""Every third step adds a loss between the samples of its batch; the step that is tried in halves first has none."""
+"""Every third step adds a loss between the samples of its batch, but not the step that is first tried in halves."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch import nn
 from zoo import WIDTH, Residual, Run, points
 
 MODES = ("rounding",)
-# What the added loss needs shows in no shape.
+# The memory of the added loss shows in no shape.
 SURPRISES = range(2, 24, 3)
 
 

@@ -1,4 +1,4 @@
-"""What blocks call counts its calls: in an array, in a default argument, on a function, in an object, in slots."""
+"""Functions called by blocks count their calls: in an array, a default argument, a function, an object and slots."""
 
 from dataclasses import dataclass
 

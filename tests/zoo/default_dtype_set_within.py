@@ -1,11 +1,11 @@
-"""Each block computes a part under another default dtype, and puts the former one back at its end."""
+"""Each block computes a part under another default dtype, and restores the previous one at its end."""
 
 import torch
 from torch import nn
 
 from zoo import WIDTH, Run, points
 
-# A recomputed block of this size needs more than one that keeps its activations: its budget is not judged.
+# Recomputing a block of this size needs more memory than keeping its activations, so the budget is not checked.
 SURPRISES = range(24)
 STAYS_LEAN = "recomputing needs more than keeping"
 

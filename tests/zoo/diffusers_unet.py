@@ -1,4 +1,4 @@
-"""A U-Net with attention learns to take the noise off images."""
+"""A U-Net with attention learns to remove noise from images."""
 
 import torch
 from diffusers import DDPMScheduler, UNet2DModel

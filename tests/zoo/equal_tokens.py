@@ -1,4 +1,4 @@
-"""Batches of equally many tokens, in rows of 8 to 64 in any order; attention keeps a square of the length."""
+"""Batches with equal numbers of tokens, in rows of 8 to 64; attention memory grows with the squared length."""
 
 import random
 

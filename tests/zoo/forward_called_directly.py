@@ -1,4 +1,4 @@
-"""Blocks whose forward() is called, and not the module."""
+"""Blocks whose forward() is called directly instead of the module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOCKED = {f"blocks.{number}": "it was not called as a module" for number in rang
 
 
 class Direct(Stack):
-    """Pass tokens through blocks by their forward()."""
+    """A model that calls the forward() of its blocks directly."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)

@@ -1,4 +1,4 @@
-"""A block is frozen once its forward pass has run, on every third step: its gradient of that step is thrown away."""
+"""A block is frozen after its forward pass on every third step, so its gradient of that step is discarded."""
 
 import torch
 from torch import nn

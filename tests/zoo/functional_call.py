@@ -1,4 +1,4 @@
-"""Weights with noise: the model is called with other weights than it has."""
+"""The model is called with noisy copies of its weights."""
 
 import torch
 from torch.func import functional_call

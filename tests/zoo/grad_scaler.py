@@ -1,4 +1,4 @@
-"""A GradScaler of the loop's own round float16, so that the tuner is told of each phase and makes no update."""
+"""A loop with its own GradScaler for float16: the tuner is told of each phase and makes no update."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The loop accumulates the gradients of three batches for each update, which it makes by itself."""
+"""The loop accumulates the gradients of three batches and makes each update itself."""
 
 import torch
 

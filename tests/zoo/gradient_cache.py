@@ -1,4 +1,4 @@
-"""Contrastive with cached gradients (GradCache): all embeddings without a graph, then each chunk again with one."""
+"""Contrastive learning with cached gradients (GradCache): all embeddings without a graph, then each chunk with one."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import nn
 
 from zoo import VOCABULARY, WIDTH, Block, Run, texts
 
-# Its forward passes are more than its backward passes tell: all of them are taken for one micro-batch's.
+# There are more forward than backward passes, so all of them count as one micro-batch.
 STAYS_LEAN = "its passes are counted as calls of one"
 ROWS, CHUNKS = 16, 4
 
@@ -24,7 +24,7 @@ class Encoder(nn.Module):
 
 
 def contrastive_loss(embedded: torch.Tensor) -> torch.Tensor:
-    """Take neighbouring rows for each other's positives."""
+    """Return a contrastive loss with neighbouring rows as positive pairs."""
     scores = 5 * embedded @ embedded.T - 50 * torch.eye(ROWS)
     return F.cross_entropy(scores, torch.arange(ROWS) ^ 1)
 
@@ -45,7 +45,7 @@ def train(run: Run) -> None:
             loss.backward()
             after = torch.get_rng_state()
             for chunk, state, slope in zip(micro.chunk(CHUNKS), states, cached.grad.chunk(CHUNKS), strict=True):
-                # The same dropout as in the pass without a graph.
+                # Use the same dropout as in the pass without a graph.
                 torch.set_rng_state(state)
                 tuner.backward((model(chunk) * slope).sum())
             torch.set_rng_state(after)

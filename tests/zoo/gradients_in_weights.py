@@ -1,4 +1,4 @@
-"""Weights' gradients are added to ``weight.main_grad`` by the layer's own backward pass, as Megatron's fusion does."""
+"""The layer's own backward pass adds weight gradients to ``weight.main_grad``, as Megatron's fusion does."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A graph network: a batch is a dictionary of node features, edges and a sparse adjacency."""
+"""A graph network whose batch is a dictionary of node features, edges and a sparse adjacency matrix."""
 
 import torch
 import torch.nn.functional as F

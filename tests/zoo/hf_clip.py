@@ -1,4 +1,4 @@
-"""CLIP: two towers, and a loss that compares each pair of a batch."""
+"""CLIP: two towers, and a loss that compares all pairs of a batch."""
 
 import torch
 from transformers import CLIPConfig, CLIPModel

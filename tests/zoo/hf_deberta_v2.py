@@ -1,4 +1,4 @@
-"""DeBERTa: relative positions in attention, with dropout of its own making."""
+"""DeBERTa: relative positions in attention, with its own dropout."""
 
 import torch
 from transformers import DebertaV2Config, DebertaV2ForSequenceClassification

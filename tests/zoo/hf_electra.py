@@ -1,4 +1,4 @@
-"""ELECTRA's discriminator finds the words that were exchanged."""
+"""ELECTRA's discriminator detects replaced words."""
 
 import torch
 from transformers import ElectraConfig, ElectraForPreTraining

@@ -1,4 +1,4 @@
-"""Falcon: attention and feed-forward side by side, with ALiBi and one head of keys and values."""
+"""Falcon: parallel attention and feed-forward layers, with ALiBi and one head of keys and values."""
 
 import torch
 from transformers import FalconConfig, FalconForCausalLM

@@ -1,4 +1,4 @@
-"""A Llama that fills its cache of keys and values while it trains, as it does unless it is told not to."""
+"""A Llama that fills its cache of keys and values during training, which is its default."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

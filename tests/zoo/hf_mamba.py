@@ -1,4 +1,4 @@
-"""Mamba: state spaces in place of attention."""
+"""Mamba: state space layers instead of attention."""
 
 import torch
 from transformers import MambaConfig, MambaForCausalLM

@@ -1,4 +1,4 @@
-"""A Mixtral whose loss holds the load balancing of its routers, which their layers hand out."""
+"""A Mixtral whose loss includes the load balancing of its routers, whose logits the layers return."""
 
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM

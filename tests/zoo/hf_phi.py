@@ -1,4 +1,4 @@
-"""Phi: rotary positions over a part of each head, and attention beside the feed-forward."""
+"""Phi: rotary positions on a part of each head, and parallel attention and feed-forward layers."""
 
 import torch
 from transformers import PhiConfig, PhiForCausalLM

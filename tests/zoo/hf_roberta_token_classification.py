@@ -1,4 +1,4 @@
-"""RoBERTa names each token, and some have no name."""
+"""RoBERTa classifies tokens, some of which have no label."""
 
 import torch
 from transformers import RobertaConfig, RobertaForTokenClassification

@@ -1,4 +1,4 @@
-"""RWKV: a recurrence over time with a state that layers hand on."""
+"""RWKV: a recurrence over time with a state that layers pass on."""
 
 import torch
 from transformers import RwkvConfig, RwkvForCausalLM

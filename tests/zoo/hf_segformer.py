@@ -1,4 +1,4 @@
-"""SegFormer gives each pixel a class: stages of attention, and a head with BatchNorm."""
+"""SegFormer classifies each pixel: stages of attention, and a head with BatchNorm."""
 
 import torch
 from transformers import SegformerConfig, SegformerForSemanticSegmentation

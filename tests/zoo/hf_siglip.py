@@ -1,4 +1,4 @@
-"""SigLIP: each pair of a batch is judged by itself."""
+"""SigLIP: the loss judges each pair of a batch independently."""
 
 import torch
 from transformers import SiglipConfig, SiglipModel

@@ -1,4 +1,4 @@
-"""Swin: windows that are shifted, and paths dropped at random."""
+"""Swin: shifted windows, and paths dropped at random."""
 
 import torch
 from transformers import SwinConfig, SwinForImageClassification

@@ -1,4 +1,4 @@
-"""A masked autoencoder draws which patches it sees inside of the model."""
+"""A masked autoencoder that draws its visible patches inside the model."""
 
 import torch
 from transformers import ViTMAEConfig, ViTMAEForPreTraining

@@ -1,4 +1,4 @@
-"""YOLOS finds objects: its loss pairs what it found with what is there, by scipy."""
+"""YOLOS detects objects: its loss matches predictions to targets with scipy."""
 
 import torch
 from transformers import YolosConfig, YolosForObjectDetection

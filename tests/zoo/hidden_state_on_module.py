@@ -1,4 +1,4 @@
-"""Recurrent blocks keep their hidden state as an attribute, and go on from it in the next step."""
+"""Recurrent blocks keep their hidden state as an attribute and continue from it in the next step."""
 
 import torch
 import torch.nn.functional as F

@@ -8,7 +8,7 @@ from torch import nn
 from zoo import Run, next_token_loss, small_gpt, texts
 
 LOCKED = {f"blocks.{number}": "its parts got other hooks after it was probed" for number in range(4)}
-# Only what is recomputed in such a step.
+# Only units that are recomputed in such a step are locked.
 BY_CHANCE = True
 
 

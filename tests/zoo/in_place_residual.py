@@ -1,11 +1,11 @@
-"""The residual stream of the first stage is added to in place, that of the second is not."""
+"""The residual stream of the first stage is updated in place, that of the second is not."""
 
 import torch
 from torch import nn
 
 from zoo import WIDTH, Residual, Run, Stack, next_token_loss, texts
 
-# What these are handed is gone once their outputs have been added to it.
+# The input of these blocks is lost once their outputs have been added to it.
 LOCKED = {f"blocks.{number}": "written to in place" for number in range(3)}
 
 

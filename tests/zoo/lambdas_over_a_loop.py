@@ -1,4 +1,4 @@
-"""The model hands each block a function that reads the variable of the loop over them."""
+"""The model passes each block a function that reads the loop variable."""
 
 from collections.abc import Callable
 

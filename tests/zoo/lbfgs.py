@@ -1,4 +1,4 @@
-"""LBFGS evaluates its loss as often as it likes: refused, as no step can be told from another."""
+"""LBFGS evaluates its loss any number of times per step and is rejected, because steps cannot be told apart."""
 
 import torch
 

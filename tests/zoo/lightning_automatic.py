@@ -1,4 +1,4 @@
-"""Lightning's Trainer with the package's callback: clipping, a schedule, and two batches to an update."""
+"""Lightning's Trainer with the package's callback: clipping, a schedule, and two batches per update."""
 
 import tempfile
 import warnings
@@ -15,7 +15,7 @@ ACCUMULATED = 2
 
 
 class Attached(AutotuneCallback):
-    """Keep what the tuner says before it is detached."""
+    """The callback, which keeps the tuner's status before it detaches."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(**run.arguments())
@@ -27,7 +27,7 @@ class Attached(AutotuneCallback):
 
 
 class Watching(pl.Callback):
-    """Find where steps begin and end."""
+    """A callback that detects where steps begin and end."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch

@@ -1,4 +1,4 @@
-"""Lightning with manual optimization of two optimizers: the callback refuses it."""
+"""Lightning with manual optimization of two optimizers, which the callback rejects."""
 
 import tempfile
 import warnings

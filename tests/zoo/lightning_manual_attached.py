@@ -1,4 +1,4 @@
-"""Lightning with manual optimization attaches in the module itself, as a loop of one's own does."""
+"""Lightning with manual optimization that attaches inside the module, as a custom loop does."""
 
 import tempfile
 import warnings

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the frozen weights of a model."""
+"""Low-rank adapters next to the frozen weights of a model."""
 
 import torch
 from torch import nn

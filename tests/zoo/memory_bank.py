@@ -1,11 +1,11 @@
-"""Each block reads a large bank of memories, and writes to it once it is warm."""
+"""Each block reads a large memory bank, and writes to it after a warm-up."""
 
 import torch
 from torch import nn
 
 from zoo import WIDTH, Run, Stack, next_token_loss, texts
 
-# To recompute takes copies of the bank, which are larger than what the blocks save: its budget is not judged.
+# Recomputation takes copies of the bank, which are larger than its savings, so the budget is not checked.
 SURPRISES = range(24)
 STAYS_LEAN = "recomputing needs more than keeping"
 

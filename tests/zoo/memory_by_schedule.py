@@ -1,4 +1,4 @@
-"""Blocks that look at what the first of them was handed, from step 5 on: more memory, and no shape tells."""
+"""From step 5 on, blocks read the first block's input: more memory, with unchanged shapes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ SURPRISES = range(5, 13)
 
 
 class Looking(Residual):
-    """Mix, and add; later also what the first block was handed."""
+    """A residual block that later also adds the first block's input."""
 
     def forward(self, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
         return super().forward(x if first is None else x + first.tanh())
 
 
 class Model(nn.Module):
-    """Blocks that are told the step."""
+    """A model that tells its blocks the step."""
 
     def __init__(self) -> None:
         super().__init__()

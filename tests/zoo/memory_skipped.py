@@ -1,4 +1,4 @@
-"""Memory runs out within a block for every fourth batch: in forward, after it, or in backward; the batch is skipped."""
+"""Every fourth batch runs out of memory in a block, in forward, after it or in backward, and is skipped."""
 
 import torch
 
@@ -10,7 +10,7 @@ def out_of_memory() -> None:
 
 
 class Greedy(Block):
-    """Need more than there is, where it is told to."""
+    """A block that runs out of memory on request."""
 
     place = ""
 

@@ -1,4 +1,4 @@
-"""Memory runs out in the second of three accumulated batches now and then, and what was accumulated is dropped."""
+"""The second of three accumulated batches sometimes runs out of memory, and the accumulated gradients are dropped."""
 
 import torch
 import torch.nn.functional as F

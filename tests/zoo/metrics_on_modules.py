@@ -1,4 +1,4 @@
-"""Blocks leave figures on themselves, with the graph behind them, which the loss does not use."""
+"""Blocks store metrics with their graph on themselves, which the loss does not use."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Mixed precision by an autocast of the loop's own."""
+"""Mixed precision with the loop's own autocast."""
 
 import torch
 

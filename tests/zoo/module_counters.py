@@ -1,4 +1,4 @@
-"""Blocks count their calls in a variable of the module and in one of their class, and read what they have counted."""
+"""Blocks count their calls in variables of their Python module and of their class, and read the counts."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Blocks read tables of their module: a sparse one of neighbours, and one made in inference mode."""
+"""Blocks read tables of their Python module: a sparse table of neighbours, and one made in inference mode."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Three heads on one trunk, their losses weighed by uncertainties that are learnt as well."""
+"""Three heads on one trunk, with losses weighted by learned uncertainties."""
 
 import torch
 import torch.nn.functional as F

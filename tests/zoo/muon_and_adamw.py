@@ -1,4 +1,4 @@
-"""Two optimizers: Muon for the blocks' matrices, AdamW for all else."""
+"""Two optimizers: Muon for the matrices of the blocks, AdamW for all other parameters."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Every sixth loss is not finite, and its batch is skipped before its backward pass."""
+"""Every sixth loss is not finite, and its batch is skipped before the backward pass."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A neural ODE: each of two fields is called eight times by Euler's method."""
+"""A neural ODE with two vector fields, each called eight times by Euler's method."""
 
 import torch
 import torch.nn.functional as F

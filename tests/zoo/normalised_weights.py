@@ -1,4 +1,4 @@
-"""Spectral and weight norms, by parametrizations and by hooks, under a penalty that is differentiated through them."""
+"""Spectral and weight norms, by parametrizations and hooks, with a penalty that is differentiated through them."""
 
 from collections.abc import Callable
 

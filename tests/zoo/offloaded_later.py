@@ -1,4 +1,4 @@
-"""From the fifth step on, the loop keeps what is saved for backward on the host."""
+"""From the fifth step on, the loop keeps saved tensors on the host."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""An optimizer for each parameter, which steps in backward as soon as the gradient is there and then drops it."""
+"""One optimizer per parameter, which steps in backward as soon as the gradient exists and then drops it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Every second block drops out by a generator of its own, which no recomputation puts back."""
+"""Every second block draws dropout from its own generator, which recomputation does not restore."""
 
 import torch
 

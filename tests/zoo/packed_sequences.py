@@ -7,7 +7,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from zoo import VOCABULARY, WIDTH, Run, texts
 
-# Memory hangs on the lengths, which are values of the batch: no shape tells when it is longer than any before.
+# Memory depends on the lengths, which are values of the batch, so no shape shows a new maximum.
 SURPRISES = range(24)
 
 

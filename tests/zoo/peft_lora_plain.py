@@ -1,4 +1,4 @@
-"""LoRA in a loop of one's own: the base is frozen, and only the adapters learn."""
+"""LoRA in a custom loop: the base is frozen, and only the adapters train."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Every few steps the norms of single samples' gradients are looked at, by ``torch.func``."""
+"""Every few steps, ``torch.func`` computes the gradient norms of single samples."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A network that solves Burgers' equation: its loss has the network's own derivatives, by ``torch.func``."""
+"""A network that solves Burgers' equation: its loss contains the network's derivatives, by ``torch.func``."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""PPO: rollouts without a graph, then epochs of minibatches over one rollout, of which the last is a short one."""
+"""PPO: rollouts without a graph, then epochs of minibatches over one rollout, of which the last is short."""
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ class ActorCritic(nn.Module):
 
 @torch.no_grad()
 def rollout(model: ActorCritic, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return states, actions, their log probabilities, advantages and returns, and the state that was come to."""
+    """Return states, actions, their log probabilities, advantages and returns, and the final state."""
     seen = []
     for _ in range(LENGTH):
         policy, values = model(state)

@@ -1,4 +1,4 @@
-"""A thread prepares batches while the loop trains, and draws from python's and numpy's generators for it."""
+"""A thread prepares batches during training and draws from the generators of Python and numpy."""
 
 import queue
 import random

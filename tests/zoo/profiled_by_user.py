@@ -1,4 +1,4 @@
-"""A loop that profiles the passes of every third step with torch's profiler."""
+"""A loop that profiles every third step with torch's profiler."""
 
 from __future__ import annotations
 

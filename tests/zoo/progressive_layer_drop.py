@@ -1,4 +1,4 @@
-"""Blocks are damped by Python's generator, at a rate that is 0 at first."""
+"""Python's generator scales blocks at random, at a rate that is 0 at first."""
 
 import random
 

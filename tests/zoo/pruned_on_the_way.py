@@ -1,4 +1,4 @@
-"""A network that is trained dense, pruned at step 10, and trained on: pruning adds hooks to its parts."""
+"""A dense network is pruned at step 10 and trained further; pruning adds hooks to its layers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A cell is called once for each part of a sequence, and keeps what it came to on itself, with its graph."""
+"""A cell is called for each part of a sequence, and stores its state with the graph on itself."""
 
 import torch
 from torch import nn
 
 from zoo import WIDTH, Run, Stack, next_token_loss, texts
 
-# Cells are small, and called often: the generator's states, of which each call keeps one, take more than activations.
+# Cells are small and called often: each call keeps a generator state, which takes more memory than activations.
 SURPRISES = range(24)
 STAYS_LEAN = "recomputing needs more than keeping"
 

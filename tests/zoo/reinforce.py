@@ -1,4 +1,4 @@
-"""REINFORCE: actions are sampled from the policy, and their log-probabilities weighed by what they earned."""
+"""REINFORCE: actions are sampled from the policy, and their log-probabilities are weighted by their returns."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Reversible blocks: a function of the loop's own computes a block's inputs anew from its outputs."""
+"""Reversible blocks: an autograd function of the loop recomputes a block's inputs from its outputs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""From some step on, the loop keeps what is saved for backward in half of its bits."""
+"""From some step on, the loop stores saved tensors in half the bits."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zoo import Run, next_token_loss, small_gpt, texts
 
-# What the hooks save decides what a step needs; recomputation cannot be told to save the same.
+# The loop's hooks decide how much a step saves, and recomputation cannot follow them.
 SURPRISES = range(24)
 STAYS_LEAN = "its hooks keep less than recomputation does"
 

@@ -1,4 +1,4 @@
-"""A regulariser of second order: how far the gradient turns along a random direction (a Hessian-vector product)."""
+"""A second-order regularizer: the gradient's change along a random direction (a Hessian-vector product)."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A setting of the project's own is another one for the time of the forward pass."""
+"""A project-specific setting has another value during the forward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A Siamese network: one encoder for anchors, matches and others, and a triplet loss."""
+"""A Siamese network: one encoder for anchors, positives and negatives, and a triplet loss."""
 
 import torch
 import torch.nn.functional as F

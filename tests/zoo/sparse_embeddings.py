@@ -1,4 +1,4 @@
-"""Embeddings with sparse gradients and an optimizer for them, beside one for all else."""
+"""Embeddings with sparse gradients and their own optimizer, and another optimizer for all else."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Blocks are handed a state, an object with a tensor that the model adds to in place."""
+"""Blocks get a state object with a tensor that the model adds to in place."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Inputs stay where they are: each batch is copied into the same tensor, as CUDA graphs need it."""
+"""Inputs have fixed addresses: each batch is copied into the same tensor, as CUDA graphs require."""
 
 import torch
 

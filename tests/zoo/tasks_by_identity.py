@@ -1,4 +1,4 @@
-"""Blocks ask which of two task objects they are handed, and whether a scale is given at all."""
+"""Blocks compare task objects by identity, and check whether a scale is given."""
 
 import torch
 import torch.nn.functional as F
@@ -6,13 +6,13 @@ from torch import nn
 
 from zoo import WIDTH, Run, points
 
-# A recomputed block of this size needs more than one that keeps its activations: its budget is not judged.
+# Recomputing a block of this size needs more memory than keeping its activations, so the budget is not checked.
 SURPRISES = range(24)
 STAYS_LEAN = "recomputing needs more than keeping"
 
 
 class Task:
-    """A task, told from others by being itself."""
+    """A task, compared by identity."""
 
 
 FIRST, SECOND = Task(), Task()

@@ -1,4 +1,4 @@
-"""A teacher that is copied from the student in the middle of a step, and checkpoints that are written there."""
+"""A teacher is copied from the student during a step, and checkpoints are written there."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""TRL's preference optimization with LoRA at its defaults; the tuner takes over from their checkpointing."""
+"""TRL's preference optimization with LoRA and default settings; the tuner takes over its checkpointing."""
 
 import tempfile
 import warnings

@@ -1,4 +1,4 @@
-"""TRL learns a reward from pairs of answers: both go through the model in one call."""
+"""TRL trains a reward model on pairs of answers that go through the model in one call."""
 
 import tempfile
 import warnings

@@ -1,4 +1,4 @@
-"""TRL's fine-tuning with LoRA at its defaults; the tuner takes over from their checkpointing."""
+"""TRL's fine-tuning with LoRA and default settings; the tuner takes over its checkpointing."""
 
 import tempfile
 import warnings

@@ -1,4 +1,4 @@
-"""Truncated backpropagation through time: a chunk a step, and the hidden state passed on without its graph."""
+"""Truncated backpropagation through time: one chunk per step, with the hidden state passed on without its graph."""
 
 import torch
 import torch.nn.functional as F

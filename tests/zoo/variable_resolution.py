@@ -1,4 +1,4 @@
-"""Images of three sizes in turn, by a convolutional network that pools over what it gets."""
+"""Images of three sizes in turn, for a convolutional network with global pooling."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A VQGAN's decoder: the weight of its adversarial loss is a ratio of two gradients of its last layer."""
+"""A VQGAN decoder: the weight of its adversarial loss is a ratio of two gradients of its last layer."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The head has the embedding's weights, and every second block those of the block before it."""
+"""The head shares the embedding's weights, and every second block those of the block before it."""
 
 import torch
 

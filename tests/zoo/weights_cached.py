@@ -1,4 +1,4 @@
-"""Orthogonal recurrent layers, whose weights are computed once in a forward pass."""
+"""Orthogonal recurrent layers, whose weights are computed once per forward pass."""
 
 import torch
 from torch import nn

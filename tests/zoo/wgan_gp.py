@@ -1,4 +1,4 @@
-"""A Wasserstein GAN with a gradient penalty: the critic is tuned, and its loss has its own gradient in it."""
+"""A Wasserstein GAN with a gradient penalty: the critic is tuned, and its loss contains its own gradient."""
 
 import torch
 from torch import nn

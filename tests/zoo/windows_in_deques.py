@@ -1,4 +1,4 @@
-"""Each block subtracts the mean of its latest inputs, of which it keeps a window."""
+"""Each block keeps a window of its latest inputs and subtracts their mean."""
 
 from collections import deque
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from zoo import WIDTH, Run, points
 
-# A recomputed block of this size needs more than one that keeps its activations: its budget is not judged.
+# Recomputing a block of this size needs more memory than keeping its activations, so the budget is not checked.
 SURPRISES = range(24)
 STAYS_LEAN = "recomputing needs more than keeping"
 

@@ -29,7 +29,7 @@ class AutotuneCallback(Attaches, Callback):
     _within = _learns = _updates = False
 
     def detach(self, reason: str = "detach() was called") -> None:
-        """Leave the model as it was found; the training goes on."""
+        """Restore the model; training continues."""
         self._within = self._learns = self._updates = False
         if self.tuner is not None:
             self.tuner.detach(reason)

@@ -170,7 +170,7 @@ class _Attempt:
         except Exception as error:
             if self._ranks is None and devices.is_out_of_memory(error) and self._larger_k() is not None:
                 raise
-            # If it is the caller's, the step's own pass raises it again.
+            # If the caller's code causes the error, the real pass of the step raises it again.
             self._tuner.failed_beside(error)
 
 

@@ -36,7 +36,7 @@ class _Callback(Attaches, TrainerCallback):
     _taken_over: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
 
     def detach(self, reason: str = "detach() was called") -> None:
-        """Leave the model as it was found; the training goes on."""
+        """Restore the model; training continues."""
         if self.tuner is not None:
             self.tuner.detach(reason)
         self._give_back()
@@ -70,7 +70,7 @@ class _Callback(Attaches, TrainerCallback):
         # A run that ended with an exception, such as out of memory before a retry, leaves its tuner attached.
         self.detach("another training begins")
         if model is None or optimizer is None:
-            raise AttachError("the Trainer hands over no model and optimizer", where=WHERE, allowed="a Trainer's run")
+            raise AttachError("the Trainer passed no model and optimizer", where=WHERE, allowed="a Trainer's run")
         _check(args, model, optimizer)
         self.tuner = self._attach(
             self._callable(args, model),
@@ -107,7 +107,7 @@ class _Callback(Attaches, TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the model as it was found."""
+        """Restore the model."""
         self.detach("the training ended")
 
     def _callable(self, args: TrainingArguments, model: nn.Module) -> nn.Module:
@@ -115,7 +115,7 @@ class _Callback(Attaches, TrainerCallback):
         return model
 
     def _watch(self, model: nn.Module, tuner: LiveTuner) -> None:
-        """Watch what the Trainer does not report."""
+        """Observe events that the Trainer does not report."""
 
 
 class AutotuneCallback(_Callback):
@@ -142,7 +142,7 @@ class AutotuneCallback(_Callback):
     _micro_steps: MicroSteps | None = None
 
     def detach(self, reason: str = "detach() was called") -> None:
-        """Leave the model as it was found; the training goes on."""
+        """Restore the model; training continues."""
         if self._micro_steps is not None:
             self._micro_steps.close()
             self._micro_steps = None
@@ -315,7 +315,7 @@ class _Tuning(_Callback):
         self._trainer = trainer
 
     def detach(self, reason: str = "detach() was called") -> None:
-        """Leave the model as it was found; the training goes on."""
+        """Restore the model; training continues."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -326,7 +326,7 @@ class _Tuning(_Callback):
             raise AttachError(
                 f"gradient_accumulation_steps is {args.gradient_accumulation_steps}",
                 where="TunedTrainer",
-                allowed="1, with per_device_train_batch_size so many times as large: the tuner cuts it",
+                allowed="1, with per_device_train_batch_size multiplied by it: the tuner cuts the batch",
             )
         wrapped: nn.Module = self._trainer.model_wrapped
         return wrapped

@@ -1,7 +1,7 @@
-"""Timers on the parts of a live tuner ("rooms"), for benchmarks.
+"""Timers of the parts of a step with a live tuner, for benchmarks.
 
 The tuner's methods are wrapped only while a benchmark runs; a user's run has no timers. Each second is charged to the
-innermost room, so that the rooms sum to the step.
+innermost part, so that the parts sum to the step.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ LOOP, SHADOW, COLLECTION = "the loop itself", "shadow passes", "garbage collecti
 FORWARD, BACKWARD, NORM, OPTIMIZER = "forward", "backward", "norm and clipping", "optimizer and clearing"
 STATISTICS, DECISION, TRACING, PROBE = "gradient statistics", "decision", "tracing and timing", "probe of units"
 
-# The functions timed as each room: objects, and the names of their functions.
-ROOMS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
+# The functions timed as each part: objects, and the names of their functions.
+PARTS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     "beginning a step": ((LiveTuner, ("_begin",)), (tuner, ("reason_to_stop",))),
     "size of the batch": ((RunningStep, ("add",)),),
     "signature": ((tuner, ("signature_of",)),),
@@ -85,19 +85,19 @@ ROOMS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     NORM: ((Update, ("unscale", "clip", "average")), (nn.utils, ("clip_grad_norm_",))),
     OPTIMIZER: ((Update, ("finish",)), (Arm, ("update",))),
 }
-# Number of empty rooms entered to measure a timer's own time.
+# Number of empty parts entered to measure a timer's own time.
 _EMPTY = 2000
 
 
 @dataclass(slots=True)
 class Spent:
-    """Time that a step spent in one room.
+    """Time that a step spent in one part.
 
     Attributes:
-        wall: wall-clock seconds, without inner rooms.
-        cpu: CPU seconds, without inner rooms.
-        entries: number of times that the room was entered.
-        within: number of rooms entered from it.
+        wall: wall-clock seconds, without inner parts.
+        cpu: CPU seconds, without inner parts.
+        entries: number of times that the part was entered.
+        within: number of parts entered from it.
     """
 
     wall: float = 0.0
@@ -107,11 +107,11 @@ class Spent:
 
 
 @dataclass(slots=True)
-class Rooms:
-    """Timers that attribute the seconds of each step to rooms.
+class PartTimers:
+    """Timers that attribute the seconds of each step to parts.
 
     Attributes:
-        spent: time of the running step by room.
+        spent: time of the running step by part.
         beside: returns whether a shadow pass is running; all timed functions then count as shadow passes.
     """
 
@@ -121,36 +121,36 @@ class Rooms:
     _wall: float = 0.0
     _cpu: float = 0.0
     _thread: int = field(default_factory=threading.get_ident)
-    # Wall-clock and CPU seconds that a timer adds to its own room, and to the room around it.
+    # Wall-clock and CPU seconds that a timer adds to its own part, and to the part around it.
     _inside: tuple[float, float] = (0.0, 0.0)
     _outside: tuple[float, float] = (0.0, 0.0)
 
-    def enter(self, room: str) -> None:
-        """Enter a room."""
+    def enter(self, part: str) -> None:
+        """Enter a part."""
         if self._stack:
             self._charge()
             self._stack[-1].within += 1
-        found = self.spent.get(room)
+        found = self.spent.get(part)
         if found is None:
-            found = self.spent[room] = Spent()
+            found = self.spent[part] = Spent()
         found.entries += 1
         self._stack.append(found)
         self._cpu, self._wall = time.process_time(), time.perf_counter()
 
     def leave(self) -> None:
-        """Leave the room that was entered last."""
+        """Leave the part that was entered last."""
         self._charge()
         self._stack.pop()
         self._cpu, self._wall = time.process_time(), time.perf_counter()
 
     def _charge(self) -> None:
         wall, cpu = time.perf_counter(), time.process_time()
-        room = self._stack[-1]
-        room.wall += wall - self._wall
-        room.cpu += cpu - self._cpu
+        part = self._stack[-1]
+        part.wall += wall - self._wall
+        part.cpu += cpu - self._cpu
 
     def step(self, body: Callable[[], Any]) -> tuple[Any, dict[str, Spent]]:
-        """Run a step; return its result and its time by room, without the timers' own time."""
+        """Run a step; return its result and its time by part, without the timers' own time."""
         self.spent = {}
         self.enter(LOOP)
         try:
@@ -162,14 +162,14 @@ class Rooms:
             one.cpu -= one.entries * self._inside[1] + one.within * self._outside[1]
         return result, self.spent
 
-    def timed(self, room: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that is timed as a room, except in other threads and outside of steps."""
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that is timed as a part, except in other threads and outside of steps."""
 
         @functools.wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
             if not self._stack or threading.get_ident() != self._thread:
                 return function(*args, **kwargs)
-            self.enter(SHADOW if self.beside() else room)
+            self.enter(SHADOW if self.beside() else part)
             try:
                 return function(*args, **kwargs)
             finally:
@@ -179,13 +179,13 @@ class Rooms:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Run the body with timers on every room."""
+        """Run the body with timers on every part."""
         self._weigh()
         with ExitStack() as stack:
-            for room, targets in ROOMS.items():
+            for part, targets in PARTS.items():
                 for owner, names in targets:
                     for name in names:
-                        self._replace(stack, owner, name, self.timed(room, vars(owner)[name]))
+                        self._replace(stack, owner, name, self.timed(part, vars(owner)[name]))
             note = GradientProbe._note
             self._replace(
                 stack,
@@ -229,14 +229,14 @@ def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def summed(steps: Iterable[Mapping[str, Spent]], clock: str) -> Counter[str]:
-    """Return the total seconds of several steps by room.
+    """Return the total seconds of several steps by part.
 
     Args:
-        steps: time by room of each step, from :meth:`Rooms.step`.
+        steps: time by part of each step, from :meth:`PartTimers.step`.
         clock: ``wall`` or ``cpu``.
     """
     total: Counter[str] = Counter()
     for spent in steps:
-        for room, one in spent.items():
-            total[room] += getattr(one, clock)
+        for part, one in spent.items():
+            total[part] += getattr(one, clock)
     return total
