@@ -75,12 +75,12 @@ class Launched:
     def by_unit(self) -> Plan | None:
         """Return what must be applied to the model unit by unit; ``None`` if the launcher's autocast is enough.
 
-        If units are recomputed, each unit has its own precision: the launcher's autocast keeps cast weights from one
-        graph to another (pytorch#141896), while a unit's own autocast does not.
+        Units with a storage of their own also have a precision of their own: the launcher's autocast keeps cast weights
+        from one graph to another (pytorch#141896), while a unit's own autocast does not.
         """
         plan = self.plan
         differs = plan.uniform_reduced is None and any(choice.is_reduced for choice in plan.precision.values())
-        if not differs and not plan.recomputed:
+        if not differs and not plan.by_storage:
             return None
         if self.autocast is None or not differs:
             return plan
@@ -95,7 +95,7 @@ class Launched:
         """
         plan = self.plan
         recomputed = tuple(name for name in self.layers if plan.storage_of(name).recomputes)
-        if len(recomputed) != len(plan.recomputed):
+        if len(recomputed) != sum(map(len, plan.by_storage.values())):
             return None
         if plan.uniform_reduced is None and any(choice.is_reduced for choice in plan.precision.values()):
             return None
