@@ -37,7 +37,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_page_on_extending_adds_a_search_a_rule_and_a_policy(
+def test_the_page_on_extending_adds_a_search_a_rule_a_policy_and_an_export_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arms = ["every-second", "fewest", "lean-under-pressure"]
@@ -47,6 +47,10 @@ def test_the_page_on_extending_adds_a_search_a_rule_and_a_policy(
     assert list(found) == ["baseline", *arms]
     assert set(found["every-second"]["plan"]["storage"].values()) == {"recompute", "save"}
     assert found["fewest"]["tuning_steps"] > 0
+    (tmp_path / "mine.json").write_text(json.dumps(found["every-second"]["plan"]))
+    written = ["--to", "shell", "--out", str(tmp_path)]
+    assert run(["export", str(tmp_path / "mine.json"), "--job", TINY, *written]) == 0
+    assert (tmp_path / "train.sh").exists()
 
 
 def test_every_file_that_the_pages_name_exists() -> None:
