@@ -1,6 +1,8 @@
-"""The choices for a unit, with the properties that the rest of the package uses.
+"""The choices for a unit, with the facts that the rest of the package uses.
 
-To add a precision or storage, add a member here and implement its effect on a model in ``mechanics``.
+To add a precision or storage, add a member here and implement its effect on a model in ``mechanics``. All other files
+read the facts. The only storage that they name is ``save``, which is what a unit does without a plan; and ``recompute``
+where a plan or a rule is about recomputation.
 """
 
 from __future__ import annotations
@@ -61,26 +63,36 @@ class Storage(StrEnum):
 
     Attributes:
         label: adjective in reports for a unit with this storage.
-        extra_forwards: forward passes that the backward pass repeats.
+        act: what the storage does, in reports.
+        kept_frac: share of the unit's activations that stays allocated, for simulated jobs; profiles measure it.
+        extra_forwards: extra time in forward passes of the unit, for simulated jobs; profiles measure it.
+        recomputes: whether the backward pass repeats the unit's whole forward pass, for which it keeps the inputs.
     """
 
     label: str
-    extra_forwards: int
+    act: str
+    kept_frac: float
+    extra_forwards: float
+    recomputes: bool
 
-    SAVE = "save", "kept", 0
-    RECOMPUTE = "recompute", "recomputed", 1
+    SAVE = "save", "kept", "saving"
+    RECOMPUTE = "recompute", "recomputed", "recomputing", 0.0, 1.0, True
 
-    def __new__(cls, value: str, label: str = "", extra_forwards: int = 0) -> Storage:
+    def __new__(
+        cls,
+        value: str,
+        label: str = "",
+        act: str = "",
+        kept_frac: float = 1.0,
+        extra_forwards: float = 0.0,
+        recomputes: bool = False,
+    ) -> Storage:
         """Make a member with its properties."""
         member = str.__new__(cls, value)
         member._value_ = value
-        member.label, member.extra_forwards = label, extra_forwards
+        member.label, member.act = label, act
+        member.kept_frac, member.extra_forwards, member.recomputes = kept_frac, extra_forwards, recomputes
         return member
-
-    @property
-    def recomputes(self) -> bool:
-        """Tell whether the backward pass runs the unit's forward pass again."""
-        return self.extra_forwards > 0
 
 
 # The default storages of a space.

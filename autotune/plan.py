@@ -121,6 +121,18 @@ class Plan:
         return tuple(name for name, choice in self.storage.items() if choice.recomputes)
 
     @property
+    def by_storage(self) -> Mapping[Storage, tuple[str, ...]]:
+        """Return the names of the units with each storage but ``save``, in the order of ``STORAGES``."""
+        found = {one: tuple(name for name, own in self.storage.items() if own is one) for one in STORAGES}
+        return {one: names for one, names in found.items() if names and one is not Storage.SAVE}
+
+    @property
+    def told_storage(self) -> str:
+        """Return how many units have each storage but ``save``, in words."""
+        stored = {Storage.RECOMPUTE: (), **self.by_storage}
+        return ", ".join(f"{len(names)} {storage.label}" for storage, names in stored.items())
+
+    @property
     def needs_loss_scaling(self) -> bool:
         """Tell whether any unit computes in a precision that needs a scaled loss."""
         return any(choice.needs_loss_scaling for choice in self.precision.values())
@@ -187,7 +199,7 @@ class Plan:
     def __str__(self) -> str:
         precisions = _tally(self.precision.values())
         launch = "".join(f", {key} {value}" for key, value in self.launch.to_json().items())
-        return f"k={self.accumulation_steps}, {precisions or 'inherit'}, {len(self.recomputed)} recomputed{launch}"
+        return f"k={self.accumulation_steps}, {precisions or 'inherit'}, {self.told_storage}{launch}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("installed")
-def test_extending_page_adds_a_working_search_rule_and_policy(
+def test_extending_page_adds_a_working_search_rule_policy_and_export_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arms = ["every-second", "fewest", "lean-under-pressure"]
@@ -47,6 +47,10 @@ def test_extending_page_adds_a_working_search_rule_and_policy(
     assert list(found) == ["baseline", *arms]
     assert set(found["every-second"]["plan"]["storage"].values()) == {"recompute", "save"}
     assert found["fewest"]["tuning_steps"] > 0
+    (tmp_path / "mine.json").write_text(json.dumps(found["every-second"]["plan"]))
+    written = ["--to", "shell", "--out", str(tmp_path)]
+    assert run(["export", str(tmp_path / "mine.json"), "--job", TINY, *written]) == 0
+    assert (tmp_path / "train.sh").exists()
 
 
 def test_files_named_in_the_pages_exist() -> None:

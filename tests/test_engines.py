@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 from collections.abc import Iterator
@@ -13,18 +14,22 @@ import pytest
 import tiny_job
 from replay_engine import ReplayEngine
 from simulated_engine import SimulatedEngine
+from torch import distributed
 
-from autotune import ClusterOptions, EngineOptions, IsolatedEngine, Plan, PlanError, RankOptions, TorchEngine
+from autotune import ClusterOptions, EngineOptions, IsolatedEngine, Job, Plan, PlanError, RankOptions, TorchEngine
 from autotune.engines.budgeted_engine import BudgetedEngine
 from autotune.engines.cluster_pool import cluster_pool
 from autotune.engines.engine import Engine
 from autotune.engines.engine_calls import described, measured
 from autotune.engines.pool_engine import PoolEngine
+from autotune.engines.rank_processes import Report
 from autotune.engines.registry import ENGINES, EngineEntry
 from autotune.errors import EngineError, InputError
 from autotune.measurement import Failure, Measurement
 from autotune.plan import Precision
-from autotune.profiling.tracing_engine import WatchedEngine
+from autotune.profiling.profiler import ProfilerOptions
+from autotune.profiling.rank_profiler import profiled_rank
+from autotune.profiling.tracing_engine import WatchedEngine, watched_ranks
 from autotune.records.journal import Journal, JournaledEngine
 from autotune.simulator.random_jobs import draw_job
 
@@ -229,6 +234,43 @@ def test_a_registered_engine_can_be_named_in_rank_options(monkeypatch: pytest.Mo
     assert RankOptions(engine="traced").arguments() == {}
     with pytest.raises(InputError, match="engine is 'unknown'"):
         RankOptions(engine="unknown")
+
+
+class Counted(TorchEngine):
+    """An engine of several ranks that counts its windows."""
+
+    windows = 0
+
+    def __init__(self, job: Job, *, zero_stage: int = 0, **options: Any) -> None:
+        super().__init__(job, **options)
+        self.stage = zero_stage
+
+    def run(self, steps: int) -> Measurement:
+        Counted.windows += 1
+        return super().run(steps)
+
+
+def test_ranks_are_profiled_on_the_engine_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(ENGINES, "counted", EngineEntry("test_engines", "Counted", ("zero_stage",)))
+    asked = {
+        "job": JOB,
+        "ranks": {"count": 1, "zero_stage": 1, "config": None, "engine": "counted"},
+        "device": "cpu",
+        "device_name": "here",
+        "fingerprint": "",
+        "options": dataclasses.asdict(ProfilerOptions.lean()),
+        "no_room": [],
+    }
+    monkeypatch.setattr(importlib.import_module("test_engines").Counted, "windows", 0)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        found = profiled_rank(asked, Report(None))
+    finally:
+        distributed.destroy_process_group()
+    assert importlib.import_module("test_engines").Counted.windows > 4
+    assert found["tables"]
+    with pytest.raises(InputError, match="engine IsolatedEngine cannot be profiled"):
+        watched_ranks(IsolatedEngine)
 
 
 class LocalWorker:

@@ -1,4 +1,4 @@
-"""Searches, rules and policies of other packages work by name; a broken one harms only those who name it."""
+"""Searches, rules, policies and export formats of other packages work by name; a broken one harms only its users."""
 
 import json
 import re
@@ -16,6 +16,7 @@ from autotune.agents.search_methods import METHODS, find_method
 from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.cli.main import run
 from autotune.live.deciding import find_policy
+from autotune.report.explanation import explain_arm
 
 TINY = f"{Path(__file__).parent / 'tiny_job.py'}:job"
 
@@ -39,10 +40,37 @@ broken-policy = toy_tuning:NoPolicy
 broken-decide = toy_tuning:BrokenDecide
 no-plan = toy_tuning:NoPlan
 broken-reset = toy_tuning:BrokenReset
+
+[autotune.exports]
+shell = toy_tuning:to_shell
+single = toy_tuning:SINGLE
+broken-export = toy_tuning:broken_export
+no-export = toy_tuning:no_export
+broken-format = toy_tuning:NUMBER
 """
 
 CODE = """
+from autotune.report.export_targets import Export
+from autotune.report.plan_export import ExportFormat
+
 NUMBER = 3
+
+
+def to_shell(request):
+    launched = request.launched()
+    files = {"plan.json": request.plan.to_json(), "train.sh": f"train {request.reference} {launched.micro_samples}"}
+    return Export(files=files, command="sh train.sh", notes=[f"{request.ranks} ranks"])
+
+
+def broken_export(request):
+    raise RuntimeError("no export today")
+
+
+def no_export(request):
+    return {"train.sh": ""}
+
+
+SINGLE = ExportFormat(make=to_shell, takes_ranks=False)
 
 
 def lean(space):
@@ -219,12 +247,56 @@ def test_a_policy_that_fails_while_it_decides_is_one_sentence(
     assert re.search(f"policy {arm!r} {PACKAGE} .*{says}", capsys.readouterr().err.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("verb", ["tune", "compare"])
-def test_help_names_foreign_entries_and_loads_none(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def export(target: str, folder: Path, *more: str) -> int:
+    (folder / "mine.json").write_text(json.dumps(Plan(accumulation_steps=2).to_json()))
+    return run(["export", str(folder / "mine.json"), "--job", TINY, "--to", target, "--out", str(folder), *more])
+
+
+def test_a_foreign_format_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export("shell", tmp_path, "--ranks", "2", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (tmp_path / "train.sh").read_text() == document["files"]["train.sh"] == f"train {TINY} 2"
+    assert set(json.loads((tmp_path / "plan.json").read_text())["precision"]) >= {"embedding", "head"}
+    assert document["notes"] == ["2 ranks"]
+    assert export("single", tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("broken-export", f"export format 'broken-export' {PACKAGE} .*no export today"),
+        ("no-export", f"export format 'no-export' {PACKAGE} .*expected an Export, got dict"),
+        ("broken-format", f"export format 'broken-format' {PACKAGE} .*got int"),
+        ("single", "single cannot express 2 ranks .*deepspeed"),
+        ("magic", "--to: target is 'magic' .*deepspeed, .*shell"),
+    ],
+)
+def test_a_broken_format_is_one_sentence(
+    target: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(target, tmp_path, "--ranks", "2") == 2
+    assert re.search(says, capsys.readouterr().err.strip().splitlines()[-1])
+    assert not (tmp_path / "train.sh").exists()
+
+
+def test_the_choices_of_foreign_rules_and_policies_are_explained_without_loading_them() -> None:
+    plan = SPACE.leanest()
+    for name, reason in (("lean", "chosen by the rule"), ("restless", "chosen by the policy")):
+        assert {row.reason for row in explain_arm(name, plan, SPACE, ())} == {reason}
+    assert {row.reason for row in explain_arm("mine", plan, SPACE, ())} == {"as given in the plan file"}
+    assert "toy_tuning" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("verb", "names"),
+    [("tune", ["lean-first", "restless"]), ("compare", ["lean-first", "lean"]), ("export", ["shell"])],
+)
+def test_help_names_foreign_entries_and_loads_none(
+    verb: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run([verb, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "lean-first" in text
-    assert "restless" in text
+    assert all(name in text for name in names)
     assert "toy_tuning" not in sys.modules
 
 

@@ -21,10 +21,11 @@ from autotune.errors import AutotuneError, InputError, one_line
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-# Names for --method and --arms; they exclude list separators, file paths and suffixes with launch options.
+# Names for --method, --arms and --to; they exclude list separators, file paths and suffixes with launch options.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 SEARCH_GROUP, POLICY_GROUP, RULE_GROUP = "autotune.searches", "autotune.policies", "autotune.rules"
+EXPORT_GROUP = "autotune.exports"
 
 Entry = TypeVar("Entry")
 Given = TypeVar("Given")

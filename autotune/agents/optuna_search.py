@@ -205,7 +205,7 @@ class OptunaSearch(_StudySearch):
 
     def _propose(self, trial: optuna.trial.BaseTrial) -> Plan:
         precisions = [str(precision) for precision in self._space.precisions]
-        storages = [str(storage) for storage in Storage]
+        storages = [str(storage) for storage in self._space.storages]
         return Plan(
             accumulation_steps=trial.suggest_categorical("k", self._space.accumulation_choices),
             precision={

@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.choices import STORAGES
 from autotune.plan import Plan, PlanSpace
 
 # Ridge penalty, which limits the weight of choices that few measured plans contain.
@@ -49,7 +50,8 @@ class PeakGuess:
 
     def _row(self, plan: Plan) -> list[float]:
         bits = [float(plan.precision_of(name).is_reduced) for name in self._units]
-        return [1.0, *bits, *(float(plan.storage_of(name).recomputes) for name in self._recomputable)]
+        stored = (plan.storage_of(name) for name in self._recomputable)
+        return [1.0, *bits, *(float(own is storage) for own in stored for storage in STORAGES[1:])]
 
     def _line(self, k: int) -> _Line:
         rows, shares = (np.array(column) for column in zip(*self._seen[k], strict=True))

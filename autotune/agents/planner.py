@@ -9,7 +9,7 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, samples_of_progress, smallest, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 
 # Relative differences up to this size between predictions for different k are unreliable, because each k is profiled
 # separately. Measuring one more plan costs eight steps; missing the best plan slows the whole run.
@@ -55,8 +55,8 @@ def policy_plans(name: str, profile: Profile, budget_bytes: int | None, goal: Go
 def greedy_plan(profile: Profile, budget_bytes: int | None, goal: Goal) -> Plan:
     """Return the greedy plan of the k with the best goodput.
 
-    For each k, all units compute in the lowest precision. Until the plan fits, the unit that lowers the peak most
-    per added second is recomputed next.
+    For each k, all units compute in the lowest precision. Until the plan fits, one unit is changed to a leaner storage
+    at a time: the change that lowers the peak most per added second.
 
     Raises:
         BudgetError: if no greedy plan fits.
@@ -87,8 +87,8 @@ def _greedy_at(profile: Profile, accumulation_steps: int, usable_bytes: float) -
         seconds = seconds_per_step(profile, plan)
         candidates = []
         for name in space.recomputable:
-            if plan.storage_of(name) is Storage.SAVE:
-                other = plan.changed(storage={**plan.storage, name: Storage.RECOMPUTE})
+            for storage in space.storages[space.storages.index(plan.storage_of(name)) + 1 :]:
+                other = plan.changed(storage={**plan.storage, name: storage})
                 paid = max(seconds_per_step(profile, other) - seconds, 1e-9)
                 candidates.append(((peak - peak_bytes(profile, other)) / paid, other))
         if not candidates:

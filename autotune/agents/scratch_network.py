@@ -30,12 +30,14 @@ class Layout:
         precisions: allowed precisions, as indices into ``Precision``.
         num_units: units of the model; further rows of an observation are padding.
         recomputable: rows of the units whose storage can be chosen.
+        storages: allowed storages, as indices into ``Storage``.
     """
 
     accumulation_choices: tuple[int, ...]
     precisions: tuple[int, ...]
     num_units: int
     recomputable: tuple[int, ...]
+    storages: tuple[int, ...] = tuple(range(len(Storage)))
 
     @classmethod
     def of(cls, space: PlanSpace) -> Layout:
@@ -45,6 +47,7 @@ class Layout:
             precisions=tuple(list(Precision).index(precision) for precision in space.precisions),
             num_units=len(space.units),
             recomputable=tuple(index for index, unit in enumerate(space.units) if unit.recomputable),
+            storages=tuple(list(Storage).index(storage) for storage in space.storages),
         )
 
     @property
@@ -53,7 +56,7 @@ class Layout:
         return (
             len(self.accumulation_choices),
             *(len(self.precisions) for _ in range(self.num_units)),
-            *(len(Storage) for _ in self.recomputable),
+            *(len(self.storages) for _ in self.recomputable),
         )
 
 
@@ -113,7 +116,7 @@ class PolicyNetwork(nn.Module):
             [
                 self._accumulation_logits(context, layout),
                 self.precision_head(decoded)[..., list(layout.precisions)].flatten(1),
-                self.storage_head(decoded)[:, list(layout.recomputable)].flatten(1),
+                self.storage_head(decoded)[:, list(layout.recomputable)][..., list(layout.storages)].flatten(1),
             ],
             dim=-1,
         )

@@ -1,12 +1,16 @@
-"""Help texts that list the methods, rules and policies of installed packages."""
+"""Help texts that list the methods, rules, policies and export formats of installed packages."""
 
 from __future__ import annotations
 
 import typer.core
 
-from autotune.agents.entry_points import POLICY_GROUP, RULE_GROUP, SEARCH_GROUP, installed_names
+from autotune.agents.entry_points import EXPORT_GROUP, POLICY_GROUP, RULE_GROUP, SEARCH_GROUP, installed_names
 
-_GROUPS = {"method": (SEARCH_GROUP, POLICY_GROUP), "arms": (RULE_GROUP, SEARCH_GROUP, POLICY_GROUP)}
+_GROUPS = {
+    "method": (SEARCH_GROUP, POLICY_GROUP),
+    "arms": (RULE_GROUP, SEARCH_GROUP, POLICY_GROUP),
+    "to": (EXPORT_GROUP,),
+}
 
 
 class NamingCommand(typer.core.TyperCommand):

@@ -65,7 +65,7 @@ _COMMANDS = (
     doctor,
 )
 for module in _COMMANDS:
-    helped = NamingCommand if module in (tune, compare) else None
+    helped = NamingCommand if module in (tune, compare, export) else None
     app.command(module.__name__.rpartition(".")[2], cls=helped)(module.command)
 app.add_typer(bench.app, name="bench")
 

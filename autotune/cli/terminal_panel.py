@@ -5,16 +5,18 @@ Logs may come from anyone, so control characters in their text are escaped.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich import box
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from autotune.budget import format_bytes
-from autotune.choices import REDUCED_PRECISIONS
+from autotune.choices import REDUCED_PRECISIONS, STORAGES
 from autotune.errors import printable
 from autotune.live.replaying import time_error
-from autotune.plan import Plan, Precision
+from autotune.plan import Plan, Precision, Storage
 from autotune.report.standing import Snapshot, Watched
 from autotune.report.wording import count, progress
 
@@ -25,7 +27,7 @@ _BAR = 12
 # Share of the budget above which the bar is yellow.
 _TIGHT = 0.92
 _NOT_KNOWN = "not known yet"
-_SHOWN = {"kept": ("▪", "#", "green"), "recomputed": ("▫", "o", "yellow"), "both": ("◧", "+", "yellow")}
+_KEPT, _RECOMPUTED, _BETWEEN = ("▪", "#", "green"), ("▫", "o", "yellow"), ("◧", "+", "yellow")
 _FIXED = ("·", ".", "dim")
 
 
@@ -76,22 +78,27 @@ def line(snapshot: Snapshot, silent_s: float | None = None) -> str:
 
 
 def strip(snapshot: Snapshot, *, plain: bool = False) -> Text:
-    """Return a strip with one cell per unit (kept, recomputed or fixed); in large models, neighbours share a cell."""
+    """Return a strip with one cell per unit; in large models, neighbours share a cell."""
     each = max(-(-len(snapshot.units) // _CELLS), 1)
     text = Text()
     for start in range(0, len(snapshot.units), each):
         names = [name for name in snapshot.units[start : start + each] if name in snapshot.recomputable]
-        kinds = {snapshot.plan.storage_of(name).label for name in names}
-        both = "both" if len(kinds) > 1 else "".join(kinds)
-        mark, ascii_mark, style = _SHOWN[both] if kinds else _FIXED
+        cells = {_cell(snapshot.plan.storage_of(name)) for name in names}
+        mark, ascii_mark, style = _BETWEEN if len(cells) > 1 else next(iter(cells), _FIXED)
         text.append(ascii_mark if plain else mark, style=style)
     return text
 
 
+def _cell(storage: Storage) -> tuple[str, str, str]:
+    return _RECOMPUTED if storage.recomputes else _KEPT if storage is Storage.SAVE else _BETWEEN
+
+
 def told_plan(plan: Plan, recomputable: frozenset[str]) -> str:
     """Return a plan in a few words."""
-    count = sum(plan.storage_of(name).recomputes for name in recomputable)
-    return f"{count} of {len(recomputable)} recomputed, k = {plan.accumulation_steps}"
+    counts = Counter(plan.storage_of(name) for name in recomputable)
+    told = (storage for storage in STORAGES[1:] if counts[storage] or storage.recomputes)
+    stored = ", ".join(f"{counts[storage]} of {len(recomputable)} {storage.label}" for storage in told)
+    return f"{stored}, k = {plan.accumulation_steps}"
 
 
 def told_time(predicted_s: float | None, measured_s: float | None) -> str:

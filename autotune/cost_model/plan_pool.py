@@ -251,7 +251,7 @@ def _solved(arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, s
     )
     lanes = np.full(len(world), job)
     told = np.where(_lacking(arrays, job), np.inf, arrays.unit_seconds[job])
-    seconds = told[None] * np.repeat(worlds[world], 2, axis=2)[:, None]
+    seconds = told[None] * np.repeat(worlds[world], len(STORAGES), axis=2)[:, None]
     worth = np.where(np.arange(arrays.max_k)[None, :] == k[:, None], 1.0, 1e-9)
     # If none of a variant's choices could be profiled, the solver's rates are NaN and none is taken.
     with np.errstate(invalid="ignore"):

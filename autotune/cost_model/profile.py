@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autotune.choices import REDUCED_PRECISIONS
+from autotune.choices import REDUCED_PRECISIONS, STORAGES
 from autotune.errors import ProfileError
 from autotune.io.documents import STRICT, Bytes, Count, Level, Quantity, Seconds, shown, validated
 from autotune.plan import Plan, PlanSpace, Precision, Storage
@@ -216,7 +216,14 @@ class Profile:
             accumulation_choices=self.accumulation_choices,
             precisions=self.precisions,
             k_splits=self.batching == "fixed",
+            storages=tuple(one for one in STORAGES if one is Storage.SAVE or one in self._storages),
         )
+
+    @property
+    def _storages(self) -> frozenset[str]:
+        """The names of the storages that have a cost in some table."""
+        segments = (segment for table in self.tables for segment in table.segments)
+        return frozenset(name.partition("/")[2] for segment in segments for name in segment.costs)
 
     def unit(self, name: str) -> Unit:
         """Return the unit with a name."""

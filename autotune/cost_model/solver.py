@@ -179,10 +179,7 @@ def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal
 
 def _leanest_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:
     """Return the leanest plan with one k if it fits: the fallback when the solver reaches its time limit."""
-    space = profile.space
-    plan = space.plan(
-        accumulation_steps=table.accumulation_steps, precision=space.lowest_precision, recomputed=space.recomputable
-    )
+    plan = profile.space.leanest().changed(accumulation_steps=table.accumulation_steps)
     if profile.table_for(plan) is not table or peak_bytes(profile, plan) > usable_bytes:
         return None
     return _solution(profile, plan, goal, gap=1.0)

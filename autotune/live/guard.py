@@ -83,7 +83,7 @@ def judge(proposal: object, now: Situation, limits: Limits) -> Verdict:
     except PlanError as error:
         return _refused(now, rules, "space", str(error), illegal=True)
     rules["space"] = "ok"
-    kept = [name for name in now.locks if plan.storage_of(name).recomputes]
+    kept = [name for name in now.locks if plan.storage_of(name) is not Storage.SAVE]
     if kept:
         plan = plan.changed(storage={**plan.storage, **dict.fromkeys(kept, Storage.SAVE)})
     rules["locks"] = "repaired" if kept or is_below else "ok"

@@ -21,6 +21,7 @@ from autotune.mechanics.ambient import interception, transformed
 from autotune.mechanics.buffers import forget_constants, forget_copies
 from autotune.mechanics.precision import canonical, computing_in
 from autotune.mechanics.stand_ins import StandIn
+from autotune.mechanics.storages import ACTS
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision, Storage
 
@@ -49,7 +50,7 @@ class ControlledForward(StandIn):
         self.recomputation = Recomputation(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the unit's own forward in the plan's precision, keeping or recomputing its activations."""
+        """Run the unit's own forward in the plan's precision and storage."""
         if torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
         if self.suspended or transformed():
@@ -58,8 +59,9 @@ class ControlledForward(StandIn):
         self.calls += trains
         try:
             run = self._bind(self.precision)
-            if self.storage.recomputes and trains and interception(self.module) is None:
-                return self.recomputation.run(run, args, kwargs)
+            act = ACTS.get(self.storage) if trains else None
+            if act is not None and interception(self.module) is None:
+                return act(self.recomputation, run, args, kwargs)
             return run(*args, **kwargs)
         except Exception as error:
             if self.failures is None:

@@ -39,6 +39,11 @@ class PlanName:
         """Return the name of the precision."""
         return self.choice.partition("/")[0]
 
+    @property
+    def storage(self) -> str:
+        """Return the name of the storage."""
+        return self.choice.partition("/")[2]
+
 
 class WatchedStep(NamedTuple):
     """The seconds of a step, in total and by phase and segment."""
@@ -170,11 +175,10 @@ def disagreement(found: Mapping[PlanName, PlanSteps], recomputable: Collection[s
     """
     factors = [1.0]
     for name, steps in found.items():
-        recomputing = choice_name(Precision(name.precision), Storage.RECOMPUTE)
-        twin = found.get(replace(name, choice=recomputing))
-        if name.choice == recomputing or twin is None or not (steps.timed and twin.timed):
+        twin = found.get(replace(name, choice=choice_name(Precision(name.precision), Storage.SAVE)))
+        if not Storage(name.storage).recomputes or twin is None or not (steps.timed and twin.timed):
             continue
-        (forward, backward), (again, longer) = (_pass_seconds(one, recomputable) for one in (steps, twin))
+        (forward, backward), (again, longer) = (_pass_seconds(one, recomputable) for one in (twin, steps))
         pairs = [(forward, again), (forward + backward, longer)]
         factors += [max(one / two, two / one) for one, two in pairs if one and two]
     return max(factors)

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from autotune.choices import STORAGES
 from autotune.cost_model.profile import FIXED, Boundary, Calibration, Cost, Profile, Segment, StepTable
 from autotune.mechanics.step_trace import Phase
 from autotune.plan import PlanSpace, Precision, Storage
@@ -21,7 +22,7 @@ from autotune.profiling.unseen_costs import (
     lowered_by_like_units,
     micro_batch_of,
     most,
-    no_free_recomputation,
+    none_faster_than_saving,
     saving_ratios,
     with_all_ks,
     with_bounds,
@@ -95,7 +96,7 @@ def _step_table(steps: StepsAtK, space: PlanSpace, micro_batch: int, *, is_spars
             found = costs if unit.recomputable else _without_storage(costs)
             if is_sparse and unit.recomputable:
                 found = with_bounds(found, ratios.get(kind_of(unit), ()))
-            found = no_free_recomputation(
+            found = none_faster_than_saving(
                 {
                     name: replace(
                         cost,
@@ -250,8 +251,8 @@ def _possible_keepers(
 ) -> dict[int, tuple[str, ...]]:
     """Return the segments that may keep a boundary, and under which choices: an upper bound for choices not run.
 
-    A segment that kept the boundary in any step may keep it whenever the segment saves. A segment that receives it may
-    keep it whenever the segment recomputes.
+    A segment that receives the boundary may keep it whenever the segment recomputes. A segment that kept it in any step
+    may keep it under every other storage.
     """
     calls = traces[0].calls
     keepers = {segment for _, passing in seen for segment in passing.keepers}
@@ -260,9 +261,7 @@ def _possible_keepers(
     names = {}
     for segment in sorted(segment for segment in keepers | users if segment % 2):
         unit = units.get(calls[segment // 2])
-        storages = [
-            *([Storage.SAVE] if segment in keepers else []),
-            *([Storage.RECOMPUTE] if segment in users and unit is not None and unit.recomputable else []),
-        ]
+        known = STORAGES if unit is not None and unit.recomputable else STORAGES[:1]
+        storages = [storage for storage in known if segment in (users if storage.recomputes else keepers)]
         names[segment] = tuple(f"{precision}/{storage}" for precision in precisions for storage in storages)
     return {segment: choices for segment, choices in names.items() if choices}

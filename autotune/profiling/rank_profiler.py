@@ -13,12 +13,12 @@ from typing import Any
 
 from autotune.cost_model.profile import Profile
 from autotune.engines.rank_processes import RanksError, Report, be_rank, run_on_ranks
-from autotune.engines.registry import RankOptions
+from autotune.engines.registry import ENGINES, RankOptions
 from autotune.errors import JobError
 from autotune.measurement import Failure
 from autotune.mechanics.devices import device_kind
 from autotune.profiling.profiler import ProfilerOptions, profile
-from autotune.profiling.tracing_engine import WatchedRanks
+from autotune.profiling.tracing_engine import watched_ranks
 
 # The time for which gloo's collectives wait for the other ranks.
 _PATIENCE_S = 1800.0
@@ -34,13 +34,13 @@ def profile_on_ranks(
     patience_s: float = _PATIENCE_S,
     on_progress: Callable[[float], None] | None = None,
 ) -> Profile:
-    """Profile a job as several ranks train it together, through DeepSpeed.
+    """Profile a job as several ranks train it together.
 
     If a rank runs out of memory, all ranks end. They are restarted, and skip the step that was tried then.
 
     Args:
         job: reference with which each rank loads the job.
-        ranks: number of ranks and ZeRO stage.
+        ranks: the engine, its number of ranks and its options.
         device_name: name of the device, for the profile.
         fingerprint: fingerprint of the profile.
         options: limits on the cost of profiling.
@@ -48,7 +48,7 @@ def profile_on_ranks(
         on_progress: called with the share that is done.
 
     Raises:
-        InputError: if DeepSpeed is missing, or its configuration contradicts the job.
+        InputError: if the engine cannot be profiled, its library is missing, or its configuration contradicts the job.
         JobError: if a rank ends before the profile is done.
     """
     began, no_room = time.perf_counter(), list[str]()
@@ -75,13 +75,19 @@ def profile_on_ranks(
             return replace(Profile.from_json(found, where=job), seconds=time.perf_counter() - began)
 
 
-def _profiled(asked: dict[str, Any], report: Report) -> dict[str, Any]:
+def profiled_rank(asked: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Profile the share of one rank, on the engine that was asked for.
+
+    Args:
+        asked: the document that :func:`profile_on_ranks` sends to every rank.
+        report: progress reports to it.
+    """
     from autotune.catalog import load_job
 
+    ranks = RankOptions(**asked["ranks"])
     make_engine = functools.partial(
-        WatchedRanks,
-        zero_stage=asked["ranks"]["zero_stage"],
-        config=asked["ranks"]["config"],
+        watched_ranks(ENGINES[ranks.engine].load()),
+        **ranks.arguments(),
         no_room=asked["no_room"],
         on_try=report.tries,
     )
@@ -98,4 +104,4 @@ def _profiled(asked: dict[str, Any], report: Report) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    be_rank(_profiled)
+    be_rank(profiled_rank)

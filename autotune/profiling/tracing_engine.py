@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
-from autotune.engines.deepspeed_engine import DeepSpeedEngine
 from autotune.engines.torch_engine import TorchEngine
+from autotune.errors import InputError
 from autotune.job import Job
 from autotune.measurement import Measurement
 from autotune.mechanics import controls, devices
@@ -152,8 +152,8 @@ class WatchedEngine(TorchEngine):
         return [unit.name for unit in self.space.units]
 
 
-class WatchedRanks(WatchedEngine, DeepSpeedEngine):
-    """A DeepSpeed engine whose steps can be watched on each rank; all ranks watch the same steps.
+class WatchedRanks(WatchedEngine):
+    """An engine of several ranks whose steps can be watched on each rank; all ranks watch the same steps.
 
     Args:
         job: the job.
@@ -184,7 +184,7 @@ class WatchedRanks(WatchedEngine, DeepSpeedEngine):
 
     def samples_here(self) -> int:
         """Return the number of samples of each batch on the rank with the most samples."""
-        return -(-self.job.batch_size // self.world)
+        return -(-self.job.batch_size // distributed.get_world_size())
 
     def decided(self, value: Value) -> Value:
         """Return the first rank's value."""
@@ -194,6 +194,22 @@ class WatchedRanks(WatchedEngine, DeepSpeedEngine):
 
     def united(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the union of all ranks' names, sorted."""
-        told: list[Any] = [None] * self.world
+        told: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(told, tuple(names))
         return tuple(sorted({name for one in told for name in one}))
+
+
+def watched_ranks(engine: type[Any]) -> type[WatchedRanks]:
+    """Return a class of engines of several ranks whose steps can be watched.
+
+    Args:
+        engine: the class whose steps are watched.
+
+    Raises:
+        InputError: if it does not inherit :class:`autotune.TorchEngine`.
+    """
+    if not issubclass(engine, TorchEngine):
+        raise InputError(
+            f"engine {engine.__name__} cannot be profiled", where="engine", allowed="one that inherits TorchEngine"
+        )
+    return type(f"Watched{engine.__name__}", (WatchedRanks, engine), {})

@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from autotune.choices import STORAGES
 from autotune.cost_model.profile import Boundary, Cost, StepTable
 from autotune.plan import PlanSpace, Storage
 from autotune.units import Unit
 
 # Factor on bytes that were seen in other units.
 _UNSEEN_MARGIN = 1.03
+
+_RECOMPUTING = tuple(storage for storage in STORAGES if storage.recomputes)
 
 # Units of one kind cost the same: a unit's class, and its number of parameters.
 UnitKind = tuple[str, int]
@@ -67,13 +70,12 @@ def most(costs: Sequence[Cost]) -> Cost:
     return combined(costs, statistics.median, max)
 
 
-def no_free_recomputation(costs: Mapping[str, Cost]) -> dict[str, Cost]:
-    """Return the costs with recomputing taking at least as long as saving: a shorter time can only be noise."""
+def none_faster_than_saving(costs: Mapping[str, Cost]) -> dict[str, Cost]:
+    """Return the costs with every storage taking at least as long as saving: a shorter time can only be noise."""
     raised = dict(costs)
     for name, cost in costs.items():
-        precision, _, storage = name.partition("/")
-        saving = costs.get(f"{precision}/{Storage.SAVE}")
-        if Storage(storage).recomputes and saving is not None and cost.seconds < saving.seconds:
+        saving = costs.get(f"{name.partition('/')[0]}/{Storage.SAVE}")
+        if saving is not None and cost.seconds < saving.seconds:
             raised[name] = replace(cost, backward_s=cost.backward_s + saving.seconds - cost.seconds)
     return raised
 
@@ -132,14 +134,16 @@ def saving_ratios(costs: Sequence[Mapping[str, Cost]], units: Sequence[Unit | No
         if unit is None:
             continue
         for precision in {name.partition("/")[0] for name in own}:
-            save, again = own.get(f"{precision}/{Storage.SAVE}"), own.get(f"{precision}/{Storage.RECOMPUTE}")
+            save, again = _saved_and_recomputed(own, precision)
             if save is not None and again is not None and (alive := max(again.backward_peak_bytes)) > 0:
                 ratios.setdefault(kind_of(unit), []).append(save.saved_bytes / alive)
     return ratios
 
 
 def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[float]) -> dict[str, Cost]:
-    """Return a unit's costs with an upper bound for each storage that was not run.
+    """Return a unit's costs with an upper bound for saving or recomputing, if only one of them was run.
+
+    A storage of another kind can only be measured.
 
     Args:
         costs: costs by choice.
@@ -147,12 +151,19 @@ def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[float]) -> dict[str,
     """
     filled = dict(costs)
     for precision in dict.fromkeys(name.partition("/")[0] for name in costs):
-        save, again = f"{precision}/{Storage.SAVE}", f"{precision}/{Storage.RECOMPUTE}"
-        if save not in filled:
-            filled[save] = _save_bound(filled[again], min(max(ratios) * _UNSEEN_MARGIN, 1.0) if ratios else 1.0)
-        elif again not in filled:
-            filled[again] = _recompute_bound(filled[save])
+        save, again = _saved_and_recomputed(costs, precision)
+        if save is None and again is not None:
+            ratio = min(max(ratios) * _UNSEEN_MARGIN, 1.0) if ratios else 1.0
+            filled[f"{precision}/{Storage.SAVE}"] = _save_bound(again, ratio)
+        elif save is not None and again is None:
+            filled |= {f"{precision}/{storage}": _recompute_bound(save) for storage in _RECOMPUTING}
     return filled
+
+
+def _saved_and_recomputed(costs: Mapping[str, Cost], precision: str) -> tuple[Cost | None, Cost | None]:
+    """Return the costs of saving and of recomputing in a precision; ``None`` for what was not run."""
+    again = (costs.get(f"{precision}/{storage}") for storage in _RECOMPUTING)
+    return costs.get(f"{precision}/{Storage.SAVE}"), next(filter(None, again), None)
 
 
 def _save_bound(again: Cost, ratio: float) -> Cost:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from autotune.plan import Plan
 from autotune.report.attached_run import AttachedRun, Decision, verdict
 from autotune.report.campaign_plots import size_unit
 from autotune.report.plot import Layer, Mark, Plot, Point, Shape, run_plot
 from autotune.report.rendering import Table, render
-from autotune.report.strips import Course, course_strip, recomputed
+from autotune.report.strips import Course, course_strip
 from autotune.report.svg import Figure, figure_of
 from autotune.report.wording import count, milliseconds, progress, size
 
@@ -130,7 +131,7 @@ def _course(run: AttachedRun) -> Figure:
     course = Course(
         units=run.units,
         fixed=frozenset(run.units) - frozenset(run.recomputable),
-        recomputed=[(step, recomputed(plan)) for step, plan in run.schedule],
+        plans=run.schedule,
         end=run.steps,
     )
     described = f"Which units the decided plan recomputed, over the run. At its end: {end}."
@@ -138,13 +139,12 @@ def _course(run: AttachedRun) -> Figure:
 
 
 def _units(run: AttachedRun) -> Table:
-    plan = run.plan
-    names = frozenset[str]() if plan is None else recomputed(plan)
+    plan = run.plan or Plan()
     rows = [
         (
             unit,
-            "recomputed" if unit in names else "kept",
-            "inherit" if plan is None else str(plan.precision_of(unit)),
+            plan.storage_of(unit).label,
+            str(plan.precision_of(unit)),
             run.locks.get(unit, "" if unit in run.recomputable else "only runs of like blocks can be recomputed"),
         )
         for unit in run.units

@@ -13,7 +13,7 @@ from autotune.report.campaign_run import CampaignRun
 from autotune.report.pareto import predicted, samples_per_step
 from autotune.report.plot import Layer, Mark, Shape, run_plot
 from autotune.report.rendering import Table
-from autotune.report.strips import Course, course_strip, recomputed
+from autotune.report.strips import Course, course_strip
 from autotune.report.svg import Figure, figure_of
 from autotune.report.wording import count
 
@@ -138,7 +138,7 @@ def _choices(course: _Course) -> Figure:
         return 100 * sum(choice.is_reduced for choice in plan.precision.values()) / max(len(plan.precision), 1)
 
     def again(plan: Plan) -> float:
-        return 100 * len(recomputed(plan)) / max(len(plan.storage), 1)
+        return 100 * len(plan.recomputed) / max(len(plan.storage), 1)
 
     last = course.plans[-1][1]
     return course.figure(
@@ -193,7 +193,7 @@ def _storage(course: _Course) -> Figure:
     strip = Course(
         units=units,
         fixed=frozenset(units) - frozenset(unit for _, plan in course.plans for unit in plan.storage),
-        recomputed=[(step, recomputed(plan)) for step, plan in course.plans],
+        plans=course.plans,
         end=course.end,
     )
     return course_strip(f"{course.arm}: units over the run", "Which units were recomputed, over the run.", strip)

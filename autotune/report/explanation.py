@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from autotune.agents.policies import POLICIES
 from autotune.agents.rules import RULES, Rule
 from autotune.agents.search_methods import METHODS, PlanningMethod
 from autotune.budget import format_bytes
-from autotune.cost_model.profile import Profile, choice_name
+from autotune.choices import STORAGES
+from autotune.cost_model.profile import Profile, StepTable, choice_name
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit
 
 # Ridge weight: with few measured plans, choices are collinear, and effects would explode without it.
 _RIDGE = 1.0
+_AS_GIVEN = "as given in the plan file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,7 @@ def explain_rule(plan: Plan, space: PlanSpace, rule: Rule) -> list[Row]:
     return _rows(plan, space, rule.accumulation_reason, reason)
 
 
-def explain_file(plan: Plan, space: PlanSpace, reason: str = "as given in the plan file") -> list[Row]:
+def explain_file(plan: Plan, space: PlanSpace, reason: str = _AS_GIVEN) -> list[Row]:
     """Return the choices of a plan with one reason for all of them."""
     return _rows(plan, space, reason, lambda _: reason)
 
@@ -97,12 +100,18 @@ def explain_arm(name: str, plan: Plan, space: PlanSpace, trials: Sequence[Mappin
         space: a space that contains the plan.
         trials: records of ``trials.jsonl``, of all methods.
     """
-    if name in RULES.registered:
-        return explain_rule(plan, space, RULES[name])
+    if name in RULES:
+        own_rule = RULES.registered.get(name)
+        # Another package's rule is not loaded only to be explained.
+        return (
+            explain_file(plan, space, "chosen by the rule") if own_rule is None else explain_rule(plan, space, own_rule)
+        )
     if name in (reasons := _planning_reasons()):
         return explain_file(plan, space, reasons[name])
     own = [trial for trial in trials if trial["method"] == name]
-    return explain_search(plan, space, own) if own else explain_file(plan, space)
+    if own:
+        return explain_search(plan, space, own)
+    return explain_file(plan, space, "chosen by the policy" if name in POLICIES else _AS_GIVEN)
 
 
 def _planning_reasons() -> dict[str, str]:
@@ -189,26 +198,28 @@ def _choices(space: PlanSpace, plan: Plan) -> set[tuple[str, str]]:
 
 
 def unit_costs(profile: Profile, plan: Plan) -> dict[str, str]:
-    """Return the profiled cost of the plan's choice for each unit, and what recomputing the unit saves and costs."""
+    """Return the profiled cost of the plan's choice for each unit, and what each other storage saves and costs."""
     table, texts = profile.table_for(plan), {}
-
-    def total(unit: Unit, precision: Precision, storage: Storage) -> tuple[float, int]:
-        choice = choice_name(precision, storage)
-        found = [segment.cost(choice) for segment in table.segments if segment.unit == unit.name]
-        return sum(cost.seconds for cost in found), sum(cost.saved_bytes for cost in found)
-
-    measured = {segment.unit for segment in table.segments}
     for unit in profile.units:
-        precision = plan.precision_of(unit.name)
-        if unit.name not in measured or precision not in profile.precisions:
+        totals = _totals(table, unit, plan.precision_of(unit.name))
+        chosen, saving = totals.get(plan.storage_of(unit.name)), totals.pop(Storage.SAVE, None)
+        if chosen is None:
             continue
-        seconds, kept_bytes = total(unit, precision, plan.storage_of(unit.name))
-        text = f"{seconds * 1e3:.1f} ms, keeps {format_bytes(kept_bytes)}"
-        if unit.recomputable:
-            (save_s, save_bytes), (again_s, again_bytes) = (
-                total(unit, precision, storage) for storage in (Storage.SAVE, Storage.RECOMPUTE)
-            )
-            saved, paid = format_bytes(max(save_bytes - again_bytes, 0)), (again_s - save_s) * 1e3
-            text += f"; recomputing saves {saved} for {paid:.1f} ms"
+        text = f"{chosen[0] * 1e3:.1f} ms, keeps {format_bytes(chosen[1])}"
+        if saving is not None:
+            for storage, (seconds, kept_bytes) in totals.items():
+                saved, paid = format_bytes(max(saving[1] - kept_bytes, 0)), (seconds - saving[0]) * 1e3
+                text += f"; {storage.act} saves {saved} for {paid:.1f} ms"
         texts[unit.name] = text
     return texts
+
+
+def _totals(table: StepTable, unit: Unit, precision: Precision) -> dict[Storage, tuple[float, int]]:
+    """Return the seconds and the kept bytes of all calls of a unit, by storage, as far as they were profiled."""
+    segments, totals = [segment for segment in table.segments if segment.unit == unit.name], {}
+    for storage in STORAGES if unit.recomputable else STORAGES[:1]:
+        name = choice_name(precision, storage)
+        costs = [segment.costs[name] for segment in segments if name in segment.costs]
+        if costs and len(costs) == len(segments):
+            totals[storage] = sum(cost.seconds for cost in costs), sum(cost.saved_bytes for cost in costs)
+    return totals

@@ -75,12 +75,12 @@ class Launched:
     def by_unit(self) -> Plan | None:
         """Return what must be applied to the model unit by unit; ``None`` if the launcher's autocast is enough.
 
-        If units are recomputed, each unit has its own precision: the launcher's autocast keeps cast weights from one
-        graph to another (pytorch#141896), while a unit's own autocast does not.
+        Units with a storage of their own also have a precision of their own: the launcher's autocast keeps cast weights
+        from one graph to another (pytorch#141896), while a unit's own autocast does not.
         """
         plan = self.plan
         differs = plan.uniform_reduced is None and any(choice.is_reduced for choice in plan.precision.values())
-        if not differs and not plan.recomputed:
+        if not differs and not plan.by_storage:
             return None
         if self.autocast is None or not differs:
             return plan
@@ -95,11 +95,54 @@ class Launched:
         """
         plan = self.plan
         recomputed = tuple(name for name in self.layers if plan.storage_of(name).recomputes)
-        if len(recomputed) != len(plan.recomputed):
+        if len(recomputed) != sum(map(len, plan.by_storage.values())):
             return None
         if plan.uniform_reduced is None and any(choice.is_reduced for choice in plan.precision.values()):
             return None
         return next((n for n in range(1, len(self.layers) + 1) if recomputed and self.layers[::n] == recomputed), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """What a format exports.
+
+    Attributes:
+        plan: a plan of the job, with a precision for every unit.
+        job: the job.
+        model: the job's model.
+        ranks: number of ranks.
+        reference: reference of the job, as given; may be empty.
+    """
+
+    plan: Plan
+    job: Job
+    model: nn.Module
+    ranks: int = 1
+    reference: str = ""
+
+    def launched(self) -> Launched:
+        """Return the plan as launchers see it.
+
+        Raises:
+            PlanError: if the batch cannot be split evenly, as launchers require.
+        """
+        k, ranks = self.plan.accumulation_steps, self.ranks
+        samples = self.job.batch_size * (k if self.job.batching == "adaptive" else 1)
+        if samples % (k * ranks):
+            raise PlanError(
+                f"a batch of {samples} samples is cut into k={k} micro-batches on {ranks} ranks",
+                where=_WHERE,
+                allowed=f"a batch size that {k * ranks} divides",
+            )
+        return Launched(
+            plan=self.plan,
+            samples=samples,
+            micro_samples=samples // (k * ranks),
+            ranks=ranks,
+            # Without a norm, launchers clip at 1.
+            clip_norm=clip_norm(self.job),
+            layers=tuple(name for name, part in self.model.named_modules() if _is_layer(part)),
+        )
 
 
 def model_of(job: Job) -> nn.Module:
@@ -126,37 +169,6 @@ def require_fit(plan: Plan, job: Job, model: nn.Module) -> Plan:
     space.check(plan, where=_WHERE)
     inherited = {unit.name: Precision.INHERIT for unit in units if unit.name not in plan.precision}
     return plan.changed(precision={**plan.precision, **inherited})
-
-
-def launched(plan: Plan, job: Job, ranks: int, model: nn.Module) -> Launched:
-    """Return a plan as launchers see it.
-
-    Args:
-        plan: a plan of the job with every unit.
-        job: the job.
-        model: the job's model.
-        ranks: number of ranks.
-
-    Raises:
-        PlanError: if the batch cannot be split evenly, as launchers require.
-    """
-    k = plan.accumulation_steps
-    samples = job.batch_size * (k if job.batching == "adaptive" else 1)
-    if samples % (k * ranks):
-        raise PlanError(
-            f"a batch of {samples} samples is cut into k={k} micro-batches on {ranks} ranks",
-            where=_WHERE,
-            allowed=f"a batch size that {k * ranks} divides",
-        )
-    return Launched(
-        plan=plan,
-        samples=samples,
-        micro_samples=samples // (k * ranks),
-        ranks=ranks,
-        # Without a norm, launchers clip at 1.
-        clip_norm=clip_norm(job),
-        layers=tuple(name for name, part in model.named_modules() if _is_layer(part)),
-    )
 
 
 def _is_layer(module: nn.Module) -> bool:

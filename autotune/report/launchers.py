@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,12 +42,13 @@ def to_deepspeed(launched: Launched) -> Export:
             "precision differs from unit to unit, which a configuration cannot express: the units stay in fp32 unless "
             "autotune's own DeepSpeed engine trains them"
         )
-    recomputed = _recomputed(plan)
-    if recomputed:
+    stored = plan.by_storage.items()
+    if stored:
         own = plan.changed(precision=dict.fromkeys(plan.precision, Precision.INHERIT))
         files[PLAN_FILE] = own.to_json()
         notes.append(
-            f"{len(recomputed)} units are recomputed ({_listed(recomputed)}): after deepspeed.initialize, "
+            f"{' and '.join(f'{len(names)} units are {one.label} ({_listed(names)})' for one, names in stored)}: "
+            "after deepspeed.initialize, "
             f'tuner = autotune.attach(engine=engine, policy="{PLAN_FILE}", limits=autotune.Limits(gain_frac=-1.0))'
         )
     if held := own_launch(plan.changed(launch=replace(plan.launch, zero_stage=None))):
@@ -126,8 +128,7 @@ def _not_held(launched: Launched, when: str) -> list[str]:
     notes, own = [], launched.by_unit
     if own is not None:
         lists = [f"{precision}: {_listed(names)}" for precision, names in _by_precision(own).items()]
-        if recomputed := _recomputed(own):
-            lists.append(f"recomputed: {_listed(recomputed)}")
+        lists += [f"{storage.label}: {_listed(names)}" for storage, names in own.by_storage.items()]
         notes.append(f"choices for single layers are not included ({'; '.join(lists)}): {when}, {'; '.join(APPLY)}")
     if launch := own_launch(launched.plan):
         notes.append(f"not included: {launch}")
@@ -149,10 +150,6 @@ def _by_precision(plan: Plan) -> dict[Precision, list[str]]:
     return lists
 
 
-def _recomputed(plan: Plan) -> list[str]:
-    return list(plan.recomputed)
-
-
-def _listed(names: list[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """Return names of units in one printable line, because modules may have any names."""
     return ", ".join(name if name.isprintable() else repr(name) for name in names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from autotune.choices import REDUCED_PRECISIONS
+
 # Role, colour in light mode, colour in dark mode. Roles a0 to a7 are for the arms of a comparison.
 _COLOURS = (
     ("page", "#ffffff", "#0d1117"),
@@ -36,8 +38,9 @@ LOOKS |= {"star": "again"} | dict(zip(_ARMS, _ARMS, strict=True))
 # Lengths of dashes and gaps in pixels, by look.
 DASHES = {"two": (2, 2), "limit": (7, 4)}
 # The colour role of each kind of cell in a strip.
-CELLS = {"kept": "kept", "again": "again", "fixed": "fixed"}
-CELLS |= {"of-fp32": "a0", "of-bf16": "a3", "of-fp16": "a4", "of-inherit": "fixed"}
+CELLS = {"kept": "kept", "again": "again", "other": "a6", "fixed": "fixed"}
+CELLS |= {"of-fp32": "a0", "of-inherit": "fixed"}
+CELLS |= {f"of-{precision}": f"a{3 + number % 5}" for number, precision in enumerate(REDUCED_PRECISIONS)}
 
 
 def arm_look(number: int) -> str:

@@ -10,7 +10,7 @@ from autotune.plan import Plan
 from autotune.report.alternatives import other_steps, other_units
 from autotune.report.campaign_run import CampaignRun
 from autotune.report.explanation import explain_arm, space_of
-from autotune.report.strips import plan_strip, storage_kind
+from autotune.report.strips import plan_strip, storage_look
 from autotune.report.svg import Figure
 
 
@@ -58,9 +58,8 @@ def plan_figure(arm: str, plan: Plan) -> Figure:
 
 
 def _choice(plan: Plan, unit: str) -> tuple[str, str, list[str]]:
-    kind = storage_kind(plan, unit)
-    storage = {"kept": ["kept"], "again": ["recomputed"], "fixed": []}[kind]
-    return kind, unit, [str(plan.precision_of(unit)), *storage]
+    storage = [plan.storage_of(unit).label] if unit in plan.storage else []
+    return storage_look(plan, unit), unit, [str(plan.precision_of(unit)), *storage]
 
 
 def _others(run: CampaignRun, plan: Plan) -> Mapping[str, str]:

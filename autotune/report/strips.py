@@ -7,28 +7,33 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from autotune.plan import Plan
+from autotune.choices import STORAGES
+from autotune.plan import Plan, Storage
 from autotune.report.plot import ticks
 from autotune.report.rendering import element, join
 from autotune.report.svg import RIGHT, Figure, Key, labels_below, text
 
-# Names of the kinds of storage.
-STORAGES = {"kept": "kept for backward", "again": "recomputed", "fixed": "no choice of storage"}
+# The looks of cells. If half of some units are recomputed, they look recomputed.
+_LOOKS = ("again", "other", "kept")
+_KEPT, _FIXED = ("kept", "kept for backward"), ("fixed", "no choice of storage")
 _COLUMNS = 240
 _ROWS = 60
 _SIDE = 64
 
 
-def recomputed(plan: Plan) -> frozenset[str]:
-    """Return the names of the units that a plan recomputes."""
-    return frozenset(plan.recomputed)
+def storage_look(plan: Plan, unit: str) -> str:
+    """Return the look of a unit under a plan: ``kept``, ``again`` (recomputed), ``other`` or ``fixed``."""
+    return _shown(plan, unit)[0]
 
 
-def storage_kind(plan: Plan, unit: str) -> str:
-    """Return how a plan stores a unit: ``kept``, ``again`` or ``fixed``."""
-    if unit not in plan.storage:
-        return "fixed"
-    return "again" if plan.storage_of(unit).recomputes else "kept"
+def _shown(plan: Plan, unit: str) -> tuple[str, str]:
+    """Return the look and the description of a unit."""
+    return _of(plan.storage_of(unit)) if unit in plan.storage else _FIXED
+
+
+def _of(storage: Storage) -> tuple[str, str]:
+    """Return the look and the description of a storage."""
+    return _KEPT if storage is Storage.SAVE else ("again" if storage.recomputes else "other", storage.label)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,24 +43,25 @@ class Course:
     Attributes:
         units: names of the units.
         fixed: units whose storage cannot be chosen.
-        recomputed: steps, ascending, with the names of the units that are recomputed from that step on.
+        plans: steps, ascending, with the plan from that step on.
         end: last step of the run.
     """
 
     units: Sequence[str]
     fixed: frozenset[str]
-    recomputed: Sequence[tuple[int, frozenset[str]]]
+    plans: Sequence[tuple[int, Plan]]
     end: int
 
-    def kinds(self, names: Sequence[str], steps: Sequence[float]) -> list[str]:
-        """Return for each step the kind of storage that most of the named units have."""
+    def looks(self, names: Sequence[str], steps: Sequence[float]) -> list[str]:
+        """Return for each step the look that most of the named units have."""
         chosen = [name for name in names if name not in self.fixed]
         if not chosen:
             return ["fixed"] * len(steps)
         found = []
         for step in steps:
-            at = next((names for begins, names in reversed(self.recomputed) if begins <= step), frozenset[str]())
-            found.append("again" if 2 * sum(name in at for name in chosen) >= len(chosen) else "kept")
+            plan = next((plan for begins, plan in reversed(self.plans) if begins <= step), Plan())
+            looks = [_of(plan.storage_of(name))[0] for name in chosen]
+            found.append(max(_LOOKS, key=looks.count))
         return found
 
 
@@ -71,7 +77,7 @@ def course_strip(title: str, described: str, course: Course) -> Figure:
     names = [course.units[start : start + each] for start in range(0, len(course.units), each)]
     columns = max(min(_COLUMNS, course.end), 1)
     steps = [(number + 0.5) * course.end / columns for number in range(columns)]
-    rows = [(some[0], list(_runs(course.kinds(some, steps)))) for some in names]
+    rows = [(some[0], list(_runs(course.looks(some, steps)))) for some in names]
     tall = 16 if len(rows) <= 24 else 8
 
     def draw(width: int) -> tuple[Markup, int]:
@@ -90,8 +96,10 @@ def course_strip(title: str, described: str, course: Course) -> Figure:
         parts.append(text("step", middle, below + 18, text_anchor="middle", class_="name"))
         return join(parts), len(rows) * tall + 40
 
-    used = [kind for kind in STORAGES if kind != "fixed" or course.fixed]
-    return Figure(title=title, described=described, key=[_patch(kind, STORAGES[kind]) for kind in used], draw=draw)
+    used = {storage for _, plan in course.plans for storage in plan.by_storage}
+    shown = [_of(storage) for storage in STORAGES if storage in used or storage.recomputes]
+    key = _key([_KEPT, *shown, *([_FIXED] if course.fixed else [])])
+    return Figure(title=title, described=described, key=key, draw=draw)
 
 
 def plan_strip(title: str, plan: Plan) -> Figure:
@@ -102,31 +110,31 @@ def plan_strip(title: str, plan: Plan) -> Figure:
         plan: the plan.
     """
     units = list(dict.fromkeys([*plan.precision, *plan.storage]))
-    kinds = [storage_kind(plan, unit) for unit in units]
+    shown = [_shown(plan, unit) for unit in units]
     precisions = [str(plan.precision_of(unit)) for unit in units]
     described = (
-        f"{len(units)} units in the order of the forward pass; {len(recomputed(plan))} recomputed; "
-        f"k = {plan.accumulation_steps}."
+        f"{len(units)} units in the order of the forward pass; {plan.told_storage}; k = {plan.accumulation_steps}."
     )
 
     def draw(width: int) -> tuple[Markup, int]:
         wide = (width - _SIDE) / max(len(units), 1)
-        shown = max(wide - (1.0 if wide > 4 else 0.0), 0.5)
+        drawn = max(wide - (1.0 if wide > 4 else 0.0), 0.5)
         parts = [text("storage", 0, 18, class_="name"), text("precision", 0, 42, class_="name")]
-        for number, (unit, kind, precision) in enumerate(zip(units, kinds, precisions, strict=True)):
+        for number, (unit, (look, told), precision) in enumerate(zip(units, shown, precisions, strict=True)):
             x = _SIDE + number * wide
-            told = element("title", f"{unit}: {precision}, {STORAGES[kind]}")
-            parts.append(element("g", told, _cell(x, 4, shown, 20, kind), _cell(x, 28, shown, 20, f"of-{precision}")))
+            tip = element("title", f"{unit}: {precision}, {told}")
+            parts.append(element("g", tip, _cell(x, 4, drawn, 20, look), _cell(x, 28, drawn, 20, f"of-{precision}")))
         middles = ((_SIDE + (number + 0.5) * wide, unit) for number, unit in enumerate(units))
         return join([*parts, *labels_below(middles, 62, width)]), 68
 
-    key = [_patch(kind, STORAGES[kind]) for kind in STORAGES if kind in kinds]
-    key += [_patch(f"of-{name}", name) for name in dict.fromkeys(precisions)]
+    known = [*map(_of, STORAGES), _FIXED]
+    key = _key([*sorted(set(shown), key=known.index), *((f"of-{name}", name) for name in precisions)])
     return Figure(title=title, described=described, key=key, draw=draw)
 
 
-def _patch(style: str, name: str) -> Key:
-    return Key(sample=_cell(0, 0, 26, 12, style), name=name)
+def _key(pairs: Sequence[tuple[str, str]]) -> list[Key]:
+    """Return a key with each look and its name once."""
+    return [Key(sample=_cell(0, 0, 26, 12, look), name=name) for look, name in dict.fromkeys(pairs)]
 
 
 def _cell(x: float, y: float, width: float, height: float, style: str) -> Markup:

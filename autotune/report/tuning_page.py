@@ -96,7 +96,7 @@ def _is_baseline(plan: Plan) -> bool:
     return (
         plan.accumulation_steps == 1
         and not any(choice.is_reduced for choice in plan.precision.values())
-        and not plan.recomputed
+        and not plan.by_storage
     )
 
 

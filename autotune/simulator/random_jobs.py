@@ -19,6 +19,9 @@ from autotune.simulator.convergence import Convergence, Curve, NoiseLaw
 from autotune.simulator.simulated_job import SimulatedJob
 from autotune.units import Unit
 
+# A CPU generator's state, which a recomputed unit keeps.
+_STATE_BYTES = 5056
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -207,7 +210,7 @@ def _table(
     for index, (unit, block) in enumerate(zip(units, blocks, strict=True)):
         costs = {}
         for precision in shape.precisions:
-            for storage in STORAGES if unit.recomputable else STORAGES[:1]:
+            for storage in _storages(unit):
                 costs[choice_name(precision, storage)] = _cost(block, precision, storage, share, repeats)
         segments += [Segment(unit=unit.name, gradient_bytes=int(block.weights), costs=costs), _between()]
         if index < len(units) - 1:
@@ -230,10 +233,18 @@ def _boundary(
     """Return the boundary after a unit: its output, which this unit or the next one may keep."""
     own, following = blocks[index], blocks[index + 1]
     producer, consumer = 2 * index + 1, 2 * index + 3
-    kept_after = [choice_name(p, Storage.SAVE) for p in precisions if following.keeps_input[p]]
-    if units[index + 1].recomputable:
-        kept_after += [choice_name(p, Storage.RECOMPUTE) for p in precisions]
-    kept_before = [choice_name(p, Storage.SAVE) for p in precisions if own.keeps_output[p]]
+    kept_after = [
+        choice_name(p, storage)
+        for storage in _storages(units[index + 1])
+        for p in precisions
+        if storage.recomputes or following.keeps_input[p]
+    ]
+    kept_before = [
+        choice_name(p, storage)
+        for storage in _storages(units[index])
+        for p in precisions
+        if own.keeps_output[p] and not storage.recomputes
+    ]
     return Boundary(
         born=producer,
         last_use=consumer,
@@ -241,6 +252,10 @@ def _boundary(
         held=False,
         keepers={producer: tuple(kept_before), consumer: tuple(kept_after)},
     )
+
+
+def _storages(unit: Unit) -> tuple[Storage, ...]:
+    return STORAGES if unit.recomputable else STORAGES[:1]
 
 
 def _between() -> Segment:
@@ -252,13 +267,14 @@ def _cost(block: _Block, precision: Precision, storage: Storage, share: float, r
     forward = block.seconds / 3 / block.gains[precision] * repeats
     saved = block.saved * block.shrinks[precision] * share
     around = (block.boundary + block.workspace) * share
-    recomputes = storage.recomputes
-    kept = 5056 if recomputes else saved
-    back = saved + around + block.boundary * share
+    inside = saved * storage.kept_frac
+    kept = inside + _STATE_BYTES * storage.recomputes
+    # What is not saved as it is comes back in addition to what is kept.
+    back = saved + around + block.boundary * share + kept * (storage is not Storage.SAVE)
     return Cost(
         forward_s=forward,
-        backward_s=(3 if recomputes else 2) * forward,
+        backward_s=(2 + storage.extra_forwards) * forward,
         saved_bytes=int(kept),
-        forward_peak_bytes=(int(around if recomputes else saved + around),) * 2,
-        backward_peak_bytes=(int(back + kept * recomputes), int(back + kept * recomputes + block.weights)),
+        forward_peak_bytes=(int(inside + around),) * 2,
+        backward_peak_bytes=(int(back), int(back + block.weights)),
     )
