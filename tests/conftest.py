@@ -1,14 +1,21 @@
-"""Settle what every test relies on: one thread, and properties without deadlines."""
+"""Settle what every test relies on: one thread, the useful precisions, and properties without deadlines."""
 
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from fake_accelerator.fixtures import accelerator  # noqa: F401
 from hypothesis import settings
+
+from autotune.mechanics import known_precisions
+
+# Machines differ in what they compute fast. Every process of a test inherits this; tests of the measurement remove it.
+os.environ.setdefault(known_precisions.PRECISIONS_VARIABLE, "fp32,bf16")
 
 # Times differ by machine; what is asserted never depends on them.
 settings.register_profile("autotune", deadline=None)
@@ -24,6 +31,15 @@ def _one_thread():
     torch.set_num_threads(threads)
     # Whatever a test interrupted, nothing of ours may leave the collector off.
     assert gc.isenabled()
+
+
+@pytest.fixture
+def measuring_precisions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Let a test measure which precisions this machine computes fast; return a function to measure again."""
+    monkeypatch.delenv(known_precisions.PRECISIONS_VARIABLE, raising=False)
+    known_precisions.forget()
+    yield known_precisions.forget
+    known_precisions.forget()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Train one rank of a data-parallel run, attached or not, and write down all that came of it; started by torchrun."""
+"""Train one rank of data-parallel runs, attached or not, and write down all that came of them; started by torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from test_live_modes import Roams
 from torch import nn
 
 import autotune
-from autotune.plan import Plan
+from autotune.mechanics import known_precisions
+from autotune.plan import Plan, Precision
 
 
 class Troubled(Wanders):
@@ -44,11 +45,27 @@ class Troubled(Wanders):
 
 
 def main() -> None:
-    """Train."""
-    folder, way, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    """Train one run after another."""
+    folder, ways, steps = Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3])
     # Profiled by each rank for itself, before there are several.
-    lowest, highest = profiled_peaks() if way == "following" else (0, 0)
+    peaks = profiled_peaks() if "following" in ways else (0, 0)
     dist.init_process_group("gloo")
+    for way in ways:
+        train(folder, way, steps, *peaks)
+        known_precisions.forget()
+    dist.destroy_process_group()
+
+
+def train(folder: Path, way: str, steps: int, lowest: int, highest: int) -> None:
+    """Train one run.
+
+    Args:
+        folder: where each rank writes what came of it.
+        way: whether and how the run is attached to.
+        steps: of each rank.
+        lowest: bytes of the leanest plan, from a profile, for the way that needs it.
+        highest: bytes of the baseline.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     seeded(rank)
     torch.manual_seed(0)
@@ -70,15 +87,21 @@ def main() -> None:
         if way.startswith("leaving") or joins:
             # A rank that waited for another would wait beyond the test's patience.
             limits = dataclasses.replace(limits, rank_timeout_s=10_000.0)
+        mode, settings = "rounding" if way == "rounding" else "exact", autotune.Settings()
+        if way.startswith("leaving"):
+            # The ranks disagree about what is fast.
+            mode, settings = "tolerant", autotune.Settings(accumulation_choices=(1,))
+            known_precisions.keep("cpu", {(Precision.BF16, Precision.FP16)[rank]: "slow here"})
         tuner = autotune.attach(
             model,
             optimizer,
             policy,
-            mode="rounding" if way == "rounding" else "exact",
+            mode=mode,
             clip_norm=1.0,
             memory_budget_bytes=budget,
             limits=limits,
             runs_dir=None,
+            settings=settings,
         )
     else:
         torch.manual_seed(100 + rank)
@@ -107,6 +130,7 @@ def main() -> None:
                 ks.append(tuner.plan.accumulation_steps)
                 plans.append(hashlib.sha256(json.dumps(tuner.plan.to_json()).encode()).hexdigest())
             losses.append(float(loss.detach()))
+    locks = {} if tuner is None else dict(tuner.locks)
     status = {} if tuner is None else tuner.status
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in inner.parameters())).hexdigest()
     document = {
@@ -116,6 +140,7 @@ def main() -> None:
         "ks": ks,
         "random": torch.get_rng_state().tolist(),
         "plans": plans,
+        "locks": locks,
         "switches": status.get("switches"),
         "placed": status.get("placed"),
         "attached": status.get("attached"),
@@ -127,7 +152,6 @@ def main() -> None:
     if tuner is not None:
         tuner.detach()
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

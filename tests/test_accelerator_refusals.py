@@ -20,6 +20,7 @@ from autotune.engines.torch_engine import TorchEngine
 from autotune.engines.tuning_windows import make_engine
 from autotune.errors import InputError
 from autotune.mechanics import devices, randomness
+from autotune.mechanics import known_precisions as known
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.plan import Precision
 from autotune.profiling.profiler import ProfilerOptions, profile
@@ -29,9 +30,9 @@ JOB = str(Path(device_jobs.__file__)) + ":job"
 
 @pytest.fixture(autouse=True)
 def _precisions_asked_anew() -> Iterator[None]:
-    excluded_precisions.cache_clear()
+    known.forget()
     yield
-    excluded_precisions.cache_clear()
+    known.forget()
 
 
 def test_jobs_train_on_the_accelerator_where_there_is_one(accelerator: ModuleType) -> None:

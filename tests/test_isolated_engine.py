@@ -23,7 +23,9 @@ from autotune.engines.isolated_engine import IsolatedEngine, Patience
 from autotune.engines.wire import GarbledError, Wire
 from autotune.errors import EngineError, JobError, PlanError
 from autotune.measurement import Failure
-from autotune.plan import Plan, Storage
+from autotune.mechanics import known_precisions
+from autotune.mechanics.precision import useful_precisions
+from autotune.plan import Plan, Precision, Storage
 
 JOB = str(Path(failing_job.__file__))
 OPTIONS = EngineOptions(discard_steps=1)
@@ -250,6 +252,24 @@ def test_a_plan_outside_the_space_is_refused_and_the_child_lives_on() -> None:
         assert engine.children == 1
     finally:
         engine.close()
+
+
+def test_processes_share_what_they_know_of_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    known_precisions.forget()
+    monkeypatch.setenv(known_precisions.PRECISIONS_VARIABLE, "fp16")
+    engine = IsolatedEngine(JOB, options=OPTIONS)
+    try:
+        assert engine.space.precisions == (Precision.FP32, Precision.FP16)
+        # The answer of the first child counts here and in the next one.
+        monkeypatch.setenv(known_precisions.PRECISIONS_VARIABLE, "fp32")
+        assert useful_precisions("cpu") == engine.space.precisions
+        engine._end()
+        engine.apply(engine.space.plan(accumulation_steps=1, precision=Precision.FP16))
+        assert engine.run(1).failure is None
+        assert engine.children == 2
+    finally:
+        engine.close()
+        known_precisions.forget()
 
 
 def test_the_wire_tells_documents_from_everything_else() -> None:

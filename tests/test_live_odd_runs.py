@@ -17,7 +17,7 @@ from torch import nn
 import autotune
 from autotune.agents.scratch_network import LearnedPolicy, PolicyNetwork
 from autotune.mechanics.controls import ControlledForward, recomputations
-from autotune.mechanics.precision import excluded_precisions, useful_precisions
+from autotune.mechanics.precision import useful_precisions
 from autotune.plan import Precision, Storage
 
 
@@ -116,10 +116,11 @@ def test_a_network_decides_under_another_default_dtype(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("switched", [torch.no_grad, torch.inference_mode])
-def test_precisions_are_found_useful_whatever_the_caller_has_switched_off(switched: Callable[[], Any]) -> None:
-    excluded_precisions.cache_clear()
+def test_precisions_are_found_useful_whatever_the_caller_has_switched_off(
+    switched: Callable[[], Any], measuring_precisions: Callable[[], None]
+) -> None:
     plain = useful_precisions("cpu")
-    excluded_precisions.cache_clear()
+    measuring_precisions()
     with switched():
         assert [p for p in useful_precisions("cpu") if p is not Precision.FP16] == [
             p for p in plain if p is not Precision.FP16

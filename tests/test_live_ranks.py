@@ -10,10 +10,11 @@ import pytest
 from ranks import run_on_ranks
 
 
-def run_ranks(folder: Path, way: str, steps: int, world: int) -> list[dict[str, Any]]:
-    """Run a way on so many ranks, with a watchdog, and return what each wrote."""
-    run_on_ranks("live_rank.py", folder, way, steps, ranks=world, timeout_s=1000)
-    return [json.loads((folder / f"{way}-{rank}.json").read_text()) for rank in range(world)]
+def run_ranks(folder: Path, ways: str, steps: int, world: int) -> list[list[dict[str, Any]]]:
+    """Run ways one after another on so many ranks, with a watchdog, and return what each rank wrote, for each way."""
+    run_on_ranks("live_rank.py", folder, ways, steps, ranks=world, timeout_s=1000)
+    written = [[folder / f"{way}-{rank}.json" for rank in range(world)] for way in ways.split(",")]
+    return [[json.loads(path.read_text()) for path in paths] for paths in written]
 
 
 def assert_same_run(plain: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> None:
@@ -29,8 +30,7 @@ def assert_same_run(plain: list[dict[str, Any]], tuned: list[dict[str, Any]]) ->
 def test_two_ranks_hold_the_same_plan_at_every_step_and_change_no_bit(
     way: str, steps: int, least: int, tmp_path: Path
 ) -> None:
-    plain = run_ranks(tmp_path, "plain", steps, 2)
-    tuned = run_ranks(tmp_path, way, steps, 2)
+    plain, tuned = run_ranks(tmp_path, f"plain,{way}", steps, 2)
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
     assert all(rank["switches"] >= least for rank in tuned)
     # While each rank profiles its own steps, storage is its own business.
@@ -41,8 +41,7 @@ def test_two_ranks_hold_the_same_plan_at_every_step_and_change_no_bit(
 
 @pytest.mark.slow
 def test_ranks_with_budgets_of_their_own_follow_the_tightest_together(tmp_path: Path) -> None:
-    plain = run_ranks(tmp_path, "plain", 40, 2)
-    tuned = run_ranks(tmp_path, "following", 40, 2)
+    plain, tuned = run_ranks(tmp_path, "plain,following", 40, 2)
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
     assert tuned[0]["plans"][14:] == tuned[1]["plans"][14:]
     assert len(set(tuned[0]["plans"][14:])) > 1
@@ -50,18 +49,28 @@ def test_ranks_with_budgets_of_their_own_follow_the_tightest_together(tmp_path: 
 
 
 def test_in_join_the_tuner_leaves_and_no_rank_waits_for_another(tmp_path: Path) -> None:
-    plain = run_ranks(tmp_path, "plain-joining", 16, 2)
-    joining = run_ranks(tmp_path, "joining", 16, 2)
+    plain, joining = run_ranks(tmp_path, "plain-joining,joining", 16, 2)
     assert all("join()" in rank["why"] for rank in joining)
     assert_same_run(plain, joining)
 
 
+@pytest.fixture(scope="module")
+def leaving(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Return what each rank wrote of a plain run and of runs that the first rank's tuner leaves."""
+    ways = ["plain", "leaving-0", "leaving-15"]
+    return dict(zip(ways, run_ranks(tmp_path_factory.mktemp("leaving"), ",".join(ways), 24, 2), strict=True))
+
+
 @pytest.mark.parametrize("step", [0, 15])
-def test_a_rank_that_leaves_takes_the_others_along_and_lets_none_wait(step: int, tmp_path: Path) -> None:
-    plain = run_ranks(tmp_path, "plain", 24, 2)
-    left = run_ranks(tmp_path, f"leaving-{step}", 24, 2)
+def test_a_rank_that_leaves_takes_the_others_along_and_lets_none_wait(
+    step: int, leaving: dict[str, list[dict[str, Any]]]
+) -> None:
+    plain, left = leaving["plain"], leaving[f"leaving-{step}"]
     assert left[0]["why"] == "its loop wants to"
     assert "another rank has left" in left[1]["why"]
+    # Plans have the precisions that are fast on all ranks.
+    assert "another rank has no fast path" in left[0]["locks"]["fp16"]
+    assert "another rank has no fast path" in left[1]["locks"]["bf16"]
     # Ranks meet at each step once they have a profile.
     assert left[1]["left_at"] <= (step + 1 if step else 24)
     assert_same_run(plain, left)
@@ -69,8 +78,7 @@ def test_a_rank_that_leaves_takes_the_others_along_and_lets_none_wait(step: int,
 
 @pytest.mark.slow
 def test_ranks_whose_k_roams_learn_the_same_up_to_rounding(tmp_path: Path) -> None:
-    plain = run_ranks(tmp_path, "plain-rounding", 40, 2)
-    tuned = run_ranks(tmp_path, "rounding", 40, 2)
+    plain, tuned = run_ranks(tmp_path, "plain-rounding,rounding", 40, 2)
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
     assert set(tuned[0]["ks"]) == {1, 2, 4}
     assert tuned[0]["weights"] == tuned[1]["weights"]
@@ -82,8 +90,7 @@ def test_ranks_whose_k_roams_learn_the_same_up_to_rounding(tmp_path: Path) -> No
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("world", [2, 4])
 def test_500_switches_under_delays_lies_and_crashes(world: int, tmp_path: Path) -> None:
-    plain = run_ranks(tmp_path, "plain", 800, world)
-    tuned = run_ranks(tmp_path, "troubled", 800, world)
+    plain, tuned = run_ranks(tmp_path, "plain,troubled", 800, world)
     assert all(rank["attached"] and rank["switches"] >= 500 for rank in tuned)
     for rank in tuned[1:]:
         assert rank["plans"][12:] == tuned[0]["plans"][12:]

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from autotune import Precision
+from autotune.errors import InputError
+from autotune.mechanics import known_precisions as known
+from autotune.mechanics import precision as precision_module
 from autotune.mechanics.precision import canonical, computing_in, excluded_precisions, useful_precisions
 
 Pair = namedtuple("Pair", "first second")
@@ -92,26 +95,48 @@ def test_a_cast_output_keeps_its_gradient():
     assert torch.equal(leaf.grad, torch.ones(2, dtype=torch.bfloat16))
 
 
-def test_fp32_is_always_useful_and_comes_first():
+def test_a_device_is_probed_once_and_probing_draws_no_random_numbers(measuring_precisions):
+    before = torch.get_rng_state()
+    excluded = excluded_precisions("cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert excluded_precisions("cpu") is excluded
+    # Every 16-bit format is either useful, after fp32, or excluded with a reason.
     useful = useful_precisions("cpu")
     assert useful[0] is Precision.FP32
-    assert Precision.INHERIT not in useful
-
-
-def test_every_16_bit_format_is_either_useful_or_excluded_with_a_reason():
-    excluded = excluded_precisions("cpu")
-    assert set(excluded) | set(useful_precisions("cpu")) == {Precision.FP32, Precision.BF16, Precision.FP16}
-    assert not set(excluded) & set(useful_precisions("cpu"))
+    assert sorted([*useful, *excluded]) == ["bf16", "fp16", "fp32"]
     for reason in excluded.values():
         assert "cpu" in reason
 
 
-def test_a_device_is_probed_once():
-    assert excluded_precisions("cpu") is excluded_precisions("cpu")
+@pytest.mark.parametrize(
+    ("named", "useful"),
+    [
+        ("fp32", ["fp32"]),
+        ("bf16", ["fp32", "bf16"]),
+        (" fp16 , fp32", ["fp32", "fp16"]),
+        ("bf16,fp16", ["fp32", "bf16", "fp16"]),
+    ],
+)
+def test_the_user_names_the_useful_precisions(named, useful, measuring_precisions, monkeypatch):
+    monkeypatch.setenv("AUTOTUNE_PRECISIONS", named)
+    monkeypatch.setattr(precision_module, "_ratio", pytest.fail)
+    assert list(map(str, useful_precisions("cpu"))) == useful
+    assert all("not among AUTOTUNE_PRECISIONS" in reason for reason in excluded_precisions("cpu").values())
 
 
-def test_probing_draws_no_random_numbers():
-    excluded_precisions.cache_clear()
-    before = torch.get_rng_state()
-    excluded_precisions("cpu")
-    assert torch.equal(torch.get_rng_state(), before)
+@pytest.mark.parametrize("named", ["fp8", "bf16 fp16", "bf16,", "inherit"])
+def test_a_name_that_is_no_precision_is_refused(named, measuring_precisions, monkeypatch):
+    monkeypatch.setenv("AUTOTUNE_PRECISIONS", named)
+    with pytest.raises(InputError, match=r"AUTOTUNE_PRECISIONS: names .* \(allowed: fp32, bf16, fp16\)"):
+        excluded_precisions("cpu")
+
+
+def test_what_another_process_has_found_is_not_measured_again(measuring_precisions, monkeypatch):
+    measured = excluded_precisions("cpu")
+    told = known.to_json()
+    known.forget()
+    monkeypatch.setattr(precision_module, "_ratio", pytest.fail)
+    known.keep_all(told)
+    assert excluded_precisions("cpu") == measured
+    known.keep_all({"cpu": {"fp16": "slow elsewhere"}})
+    assert useful_precisions("cpu") == (Precision.FP32, Precision.BF16)

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,12 +226,18 @@ def test_a_study_that_is_taken_up_proposes_what_it_would_have_proposed(tmp_path:
     assert go(tmp_path / "a", interrupted=False) == go(tmp_path / "b", interrupted=True)
 
 
-def test_a_comparison_that_is_taken_up_repeats_no_finished_run(killed_at: Any, tmp_path: Path) -> None:
+def test_a_comparison_that_is_taken_up_repeats_no_finished_run(
+    killed_at: Any, measuring_precisions: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOTUNE_PRECISIONS", "bf16")
     killed_at(6, after=True)
     with pytest.raises(KilledError):
         commands.compare(str(JOB), ["baseline", "uniform-bf16", "random"], seeds=2, runs_dir=tmp_path, **FEW)  # type: ignore[arg-type]
     folder = only(tmp_path)
+    # Another measurement of this machine could find that it does not compute fast in bf16.
+    monkeypatch.setenv("AUTOTUNE_PRECISIONS", "fp32")
     for left in (9, 4, 2):
+        measuring_precisions()
         killed_at(left, after=True)
         with pytest.raises(KilledError):
             commands.resume(folder, job=str(JOB))

@@ -23,6 +23,7 @@ from autotune.errors import InputError, RunDirectoryError
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.launching import split
+from autotune.mechanics import known_precisions
 from autotune.mechanics.devices import device_kind, device_name, require_fp32_choice
 from autotune.plan import Launch
 from autotune.records.journal import Journal
@@ -191,6 +192,9 @@ def _campaign(
             where=str(run.path),
             allowed="the same device: times from different devices are not comparable",
         )
+    # A measurement of these precisions may differ from the interrupted campaign's, whose plans are continued.
+    if run.environment.precisions_excluded is not None:
+        known_precisions.keep_all({device_kind(): run.environment.precisions_excluded})
     campaign = prepare(config.asked, trusted, run.path.parent, reporter)
     # Open the journal after the request was checked, since opening it may write a file.
     campaign = replace(campaign, journal=Journal.opened(run.path), run=run)

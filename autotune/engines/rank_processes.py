@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from autotune.engines.wire import Wire
-from autotune.engines.worker_processes import Workers, WorkersError, fail, leave, opened
+from autotune.engines.worker_processes import Workers, WorkersError, fail, leave, opened, send_answer
 from autotune.errors import EngineError
 from autotune.measurement import Failure
 
@@ -149,5 +149,5 @@ def be_rank(work: Callable[[dict[str, Any], Report], Mapping[str, Any]]) -> NoRe
     except Exception as error:  # noqa: BLE001 - the caller reports whatever the job raises
         fail(wire, number, error)
     if number == 0:
-        wire.send({"found": found})
+        send_answer(wire, "found", found)
     leave(0)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autotune.engines.wire import Wire
-from autotune.engines.worker_processes import fail, leave, opened
+from autotune.engines.worker_processes import fail, leave, opened, send_answer
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def serve(wire: Wire, opening: dict[str, Any], number: int) -> None:
             answer = answers[request.pop("call")](**request)
         except Exception as error:  # noqa: BLE001 - whatever the job raises is reported to the caller
             fail(wire, number, error)
-        wire.send({"answer": answer})
+        send_answer(wire, "answer", answer)
         request = wire.receive()
 
 

@@ -24,6 +24,7 @@ from autotune.engines.rendezvous import listening_socket, rank_environment
 from autotune.engines.wire import GarbledError, Wire
 from autotune.errors import EngineError, InputError, one_line
 from autotune.measurement import Failure
+from autotune.mechanics import known_precisions
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 # File in which the kernel counts the processes that it killed because memory ran out.
@@ -98,7 +99,8 @@ class Workers:
             self._wires = [Wire(own) for own, _ in pairs[1:]]
             self._open = ours.pop_all()
         # The workers also search this process's module path for jobs, after their own.
-        self.send({**opening, "path": [entry for entry in sys.path if entry]})
+        path = [entry for entry in sys.path if entry]
+        self.send({**opening, "path": path, "excluded": known_precisions.to_json()})
 
     def send(self, document: dict[str, Any]) -> None:
         """Send a document to every worker; :meth:`answer` reports workers that are gone."""
@@ -174,6 +176,8 @@ class Workers:
                 raise self._cause(found)
             finally:
                 self.close()
+        # What the first worker has found counts for all later workers.
+        known_precisions.keep_all(found[0].pop("excluded", {}))
         return found
 
     def _cause(self, said: list[dict[str, Any]]) -> EngineError | InputError:
@@ -241,7 +245,19 @@ def opened() -> tuple[Wire, dict[str, Any], int]:
     opening = wire.receive()
     # Appended, because modules next to a job must not replace libraries.
     sys.path.extend(entry for entry in opening.pop("path") if entry not in sys.path)
+    known_precisions.keep_all(opening.pop("excluded"))
     return wire, opening, int(sys.argv[2])
+
+
+def send_answer(wire: Wire, key: str, found: Any) -> None:
+    """Send an answer to a worker's caller, together with the precisions that the worker has found useless.
+
+    Args:
+        wire: wire to the caller.
+        key: key of the answer.
+        found: the answer.
+    """
+    wire.send({key: found, "excluded": known_precisions.to_json()})
 
 
 def fail(wire: Wire, number: int, error: Exception) -> NoReturn:

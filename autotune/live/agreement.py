@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autotune.cost_model.profile import Profile
 from autotune.live.rank_channel import Ranks
-from autotune.plan import Plan
+from autotune.plan import Plan, Precision
 
 LOCKED_ELSEWHERE = "another rank's batch speaks against it"
 
@@ -51,6 +51,21 @@ class Decision:
             profile=None if told["profile"] is None else Profile.from_json(told["profile"]),
             square_share=float(told["square_share"]),
         )
+
+
+def common_precisions(ranks: Ranks, precisions: Sequence[Precision]) -> tuple[Precision, ...]:
+    """Return the precisions that every rank has found useful, in the order of this rank's.
+
+    Args:
+        ranks: The ranks.
+        precisions: The precisions that this rank has found useful.
+
+    Raises:
+        RanksError: If the others cannot be reached.
+    """
+    lacking = ranks.largest([float(precision not in precisions) for precision in Precision])
+    common = {precision for precision, lacks in zip(Precision, lacking, strict=True) if not lacks}
+    return tuple(precision for precision in precisions if precision in common)
 
 
 class Agreement:

@@ -8,6 +8,7 @@ import math
 import platform
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 from autotune.agents.policy import PlanningPolicy
 from autotune.errors import AttachError, JobError
+from autotune.live.agreement import common_precisions
 from autotune.live.argument_checks import (
     accumulated,
     budget_of,
@@ -39,7 +41,7 @@ from autotune.live.deepspeed_engines import held_bytes, is_engine
 from autotune.live.kill_switches import KILL_VARIABLE, is_disabled, stop_file_in
 from autotune.live.limits import Limits, Mode, Stage
 from autotune.live.mlflow_process import follow
-from autotune.live.rank_channel import Ranks, is_flattened
+from autotune.live.rank_channel import Ranks, RanksError, is_flattened
 from autotune.live.settings import Settings, settings_of, without_settings
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import controls, devices
@@ -147,6 +149,8 @@ def attach(
     unfit = _unfit(space, model, inner, sharded)
     if unfit is not None:
         chosen_stage, locks["units"] = Stage.OBSERVE, f"{unfit}: observed only"
+    ranks = Ranks(model, limits.rank_timeout_s)
+    space = _agreed(space, locks, ranks)
     facts = Attached(
         name=settings.name or type(inner).__name__,
         model=inner,
@@ -164,7 +168,6 @@ def attach(
         bucket_bytes=_bucket_bytes(model) if sharded is None else held_bytes(sharded, inner),
         accumulation_steps=batches,
     )
-    ranks = Ranks(model, facts.limits.rank_timeout_s)
     folder, log = _log_of(facts, found, None if runs_dir is None or ranks.rank else Path(runs_dir))
     if settings.mlflow and folder is not None:
         follow(folder)
@@ -335,6 +338,17 @@ def _space(
         choices = (accumulation_steps,)
     space = PlanSpace(units=found, accumulation_choices=choices, precisions=precisions, k_splits=not adaptive)
     return space, locks
+
+
+def _agreed(space: PlanSpace, locks: dict[str, str], ranks: Ranks) -> PlanSpace:
+    """Return the plans with precisions that all ranks have found useful; note the others in ``locks``."""
+    try:
+        precisions = common_precisions(ranks, space.precisions)
+    except RanksError as error:
+        raise AttachError(str(error), where="attach", allowed="the same call on every rank") from error
+    for precision in set(space.precisions).difference(precisions):
+        locks[str(precision)] = "another rank has no fast path for it"
+    return replace(space, precisions=precisions)
 
 
 def _units(model: nn.Module, names: Sequence[str] | None) -> tuple[Unit, ...]:

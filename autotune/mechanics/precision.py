@@ -5,9 +5,8 @@ Parameters are never converted: autocast makes 16-bit copies at each use, and gr
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from autotune.choices import REDUCED_PRECISIONS
-from autotune.mechanics import devices
+from autotune.mechanics import devices, known_precisions
 from autotune.plan import Precision
 
 DTYPES = MappingProxyType({precision: getattr(torch, precision.dtype) for precision in Precision if precision.dtype})
@@ -54,36 +53,45 @@ def canonical(tree: Any) -> Any:
     return tree_map_only(torch.Tensor, canonical, tree)
 
 
-@functools.cache
-def excluded_precisions(device_type: str) -> MappingProxyType[Precision, str]:
+def excluded_precisions(device_type: str) -> Mapping[Precision, str]:
     """Return the precisions that a device has no fast path for, each with the reason.
 
-    A small matrix product and a small convolution are timed in each format, forward and backward, in some tenths of a
-    second overall; the result is cached.
+    The environment variable ``AUTOTUNE_PRECISIONS`` decides if it is set: ``bf16`` or ``bf16,fp16`` names the 16-bit
+    formats to use, and ``fp32`` alone uses neither. Otherwise, a small matrix product and a small convolution are timed
+    in each format, forward and backward, in some tenths of a second overall. The result is kept for this process and
+    for those that it starts.
+
+    Raises:
+        InputError: if the environment variable names something else than a precision.
     """
-    reasons = {}
-    for precision in REDUCED_PRECISIONS:
-        if DTYPES[precision] not in devices.autocast_dtypes(device_type):
-            reasons[precision] = f"autocast has no {precision} on {device_type}"
-            continue
-        try:
-            ratios = {
-                name: _ratio(probe, DTYPES[precision], device_type)
-                for name, probe in (("matrix product", _matrix_s), ("convolution", _convolution_s))
-            }
-        except RuntimeError as error:
-            reasons[precision] = f"not supported on {device_type}: {error}"
-            continue
-        name, ratio = max(ratios.items(), key=lambda item: item[1])
-        if ratio > _SLOWEST_USEFUL_RATIO:
-            reasons[precision] = f"a {name} takes {ratio:.0f}x as long as in fp32 on {device_type}"
-    return MappingProxyType(reasons)
+    known = known_precisions.kept(device_type)
+    if known is not None:
+        return known
+    named = known_precisions.named()
+    reasons = {precision: _reason_against(precision, device_type, named) for precision in REDUCED_PRECISIONS}
+    known_precisions.keep(device_type, {precision: reason for precision, reason in reasons.items() if reason})
+    return excluded_precisions(device_type)
 
 
 def useful_precisions(device_type: str) -> tuple[Precision, ...]:
     """Return fp32 and the 16-bit formats that a device computes efficiently, fp32 first."""
-    excluded = excluded_precisions(device_type)
-    return tuple(precision for precision in DTYPES if precision not in excluded)
+    reasons = excluded_precisions(device_type)
+    return tuple(precision for precision in DTYPES if precision not in reasons)
+
+
+def _reason_against(precision: Precision, device_type: str, named: frozenset[Precision] | None) -> str:
+    """Return why a device does not compute in a precision; empty if it is useful there."""
+    if DTYPES[precision] not in devices.autocast_dtypes(device_type):
+        return f"autocast has no {precision} on {device_type}"
+    if named is not None:
+        return "" if precision in named else f"not among {known_precisions.PRECISIONS_VARIABLE} on {device_type}"
+    probes = {"matrix product": _matrix_s, "convolution": _convolution_s}
+    try:
+        ratios = {name: _ratio(probe, DTYPES[precision], device_type) for name, probe in probes.items()}
+    except RuntimeError as error:
+        return f"not supported on {device_type}: {error}"
+    name, ratio = max(ratios.items(), key=lambda item: item[1])
+    return f"a {name} takes {ratio:.0f}x as long as in fp32 on {device_type}" if ratio > _SLOWEST_USEFUL_RATIO else ""
 
 
 def _ratio(probe: Callable[[torch.dtype, str], float], dtype: torch.dtype, device_type: str) -> float:

@@ -19,6 +19,7 @@ from autotune.io.documents import validated
 from autotune.io.files import append_json_line, read_json, read_json_lines, require_plain, write_json
 from autotune.io.run_folder import WriterLock, new_run_folder
 from autotune.job import Job
+from autotune.mechanics import known_precisions
 from autotune.mechanics.devices import device_kind, device_name, fp32_arithmetic, settings
 from autotune.plan import Plan
 from autotune.records.run_documents import Config, Environment, config_of
@@ -261,6 +262,7 @@ def describe_environment(job: Job | None = None) -> dict[str, Any]:
         "device": device_name(),
         "fp32": fp32_arithmetic(device_kind()),
         "settings": settings(device_kind()),
+        "precisions_excluded": known_precisions.to_json().get(device_kind()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": sys.version.split()[0],
