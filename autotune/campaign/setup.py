@@ -94,11 +94,11 @@ def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Repo
     ranks, cluster = trusted.rank_options(request.ranks), trusted.cluster_options(request.cluster)
     if ranks is not None and cluster is not None:
         raise InputError("--cluster cannot be combined with --ranks: ranks run on one machine")
-    for module in () if ranks is None else ENGINES[ranks.engine].requires:
-        extras.require(module, where=f"engine {ranks.engine}")
     if cluster is not None:
         extras.require("ray", where="--cluster")
     if ranks is not None:
+        for module in ENGINES[ranks.engine].requires:
+            extras.require(module, where=f"engine {ranks.engine}")
         require_devices(ranks.count, "--ranks")
     if request.in_workers and not isinstance(job, str):
         raise JobError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,28 +53,36 @@ def command(
         shared.print_json({**document, "pareto": front} if pareto else document)
         return
     output = shared.console(as_json=False)
+    output.print(_choice_table(f"{subject}: {plan}", found.rows, costs))
     reasons = {row.reason for row in found.rows}
-    columns = {
-        "kind": {row.unit: row.kind for row in found.rows if row.kind},
-        "choice": {row.unit: row.choice for row in found.rows},
-        "why": {row.unit: row.reason for row in found.rows} if len(reasons) > 1 else {},
-        "measured, per step": costs,
-        "another choice for it alone": others,
-    }
-    table = shared.table(title=f"{subject}: {plan}", title_justify="left")
-    shown = {name: column for name, column in columns.items() if column}
-    for name in ("unit", *shown):
-        table.add_column(name, overflow="fold")
-    for row in found.rows:
-        table.add_row(row.unit, *(column.get(row.unit, "") for column in shown.values()))
-    output.print(table)
     if len(reasons) == 1:
         output.print(f"Why each choice was made: {reasons.pop()}.")
+    if others:
+        output.print("What another choice for one of them alone would change, in time and peak, as predicted:")
+    for unit, effects in others.items():
+        output.print(f"  {unit}: {effects or 'there is none'}", soft_wrap=True)
     output.print(f"{len(found.space.units)} units, of which {len(found.space.recomputable)} can be recomputed.")
     if not costs:
         output.print(f"What each unit costs is known after: autotune profile {found.job}")
     if front:
         output.print(_front_table(front))
+
+
+def _choice_table(title: str, rows: Sequence[Row], costs: Mapping[str, str]) -> Table:
+    """Return a table of the choices; reasons and costs have a column only if they differ by row."""
+    columns = {
+        "kind": {row.unit: row.kind for row in rows if row.kind},
+        "choice": {row.unit: row.choice for row in rows},
+        "why": {row.unit: row.reason for row in rows} if len({row.reason for row in rows}) > 1 else {},
+        "measured, per step": costs,
+    }
+    shown = {name: column for name, column in columns.items() if column}
+    table = shared.table(title=title, title_justify="left")
+    for name in ("unit", *shown):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(row.unit, *(column.get(row.unit, "") for column in shown.values()))
+    return table
 
 
 def pareto_rows(profile: Profile) -> list[dict[str, Any]]:
@@ -165,15 +173,14 @@ def _explain_run(path: Path, job: str | None, runs: Path) -> _Explained:
     from autotune.report import explanation
 
     run = RunDirectory.open(path)
-    kept = path / PROFILE
-    if kept.is_file() and job is None:
-        profile = read_profile(kept)
+    # A run contains the profile that it was planned with.
+    profile = read_profile(path / PROFILE) if (path / PROFILE).is_file() else None
+    if profile is not None and job is None:
         space, name = profile.space, run.config.job
     else:
         name = job or _catalog_job(run)
         found, space = _space(name)
-        # A run on several ranks has a profile of its own.
-        profile = read_profile(kept) if kept.is_file() else find_profile(found, runs)
+        profile = profile or find_profile(found, runs)
     plan = space.check(read_plan(path), where=str(path / "plan.json"))
     rows = explanation.explain_trials(plan, space, trials_of(run))
     return _Explained(plan=plan, space=space, rows=rows, job=name, profile=profile, budget_bytes=_budget(path))

@@ -37,7 +37,7 @@ from autotune.cli.arguments import require_text, require_working_folder
 from autotune.cli.command_help import HELP, example_lines
 from autotune.cli.console import keep_stdout_for_json, let_go_of_stdout, open_closed_streams, stdout_has_no_reader
 from autotune.cli.installed_names import NamingCommand
-from autotune.cli.signals import EndedError, end_in_order
+from autotune.cli.signals import EndedError, end_in_order, interruptible
 from autotune.errors import AutotuneError, EngineError, InputError, escaped, first_line, one_line, printable
 
 app = typer.Typer(
@@ -68,7 +68,7 @@ for module in _COMMANDS:
     name = module.__name__.rpartition(".")[2]
     summary, *examples = HELP[name]
     helped = NamingCommand if module in (tune, compare) else None
-    app.command(name, cls=helped, short_help=summary, epilog=example_lines(examples))(module.command)
+    app.command(name, cls=helped, short_help=summary, epilog=example_lines(examples))(interruptible(module.command))
 app.add_typer(bench.app, name="bench", short_help=HELP["bench"][0])
 
 # Typer bundles click or uses an installed copy; the bases of its own exceptions are those of the click in use.
@@ -135,8 +135,8 @@ def run(arguments: list[str]) -> int:
         _log.info("the operation that failed:", exc_info=error)
         # A name that is too long for a file is wrong input.
         return _fail(_refusal(error), 2 if getattr(error, "errno", None) == errno.ENAMETOOLONG else 1)
-    except (KeyboardInterrupt, typer.Abort) as error:
-        return _fail(f"interrupted{_how_to_finish(error)}", 130)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 130)
     except EndedError as error:
         return _fail(f"{error}{_how_to_finish(error)}", error.code)
     return code
@@ -146,7 +146,8 @@ def _how_to_finish(error: BaseException) -> str:
     """Return the command that finishes the run that an interruption left; empty if there is no such run."""
     from autotune.cli.resume import finishing
 
-    left = [command for note in getattr(error, "__notes__", ()) if (command := finishing(note))]
+    notes = getattr(error.__cause__ or error, "__notes__", ())
+    left = [command for note in notes if (command := finishing(note))]
     return f"; everything measured so far is kept, finish with: {left[-1]}" if left else ""
 
 
