@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 from autotune.errors import BudgetError
 
+# Bytes by unit; 8gb, 8GB and 8Gb are the same size, since nobody budgets bits.
 _UNITS = {
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
 }
 # An accelerator's allocator reserves whole segments (torch on NVIDIA GPUs: 2 MiB for small blocks, 20 MiB for those of
 # 1 to 10 MiB, multiples of 2 MiB beyond), and parts of them stay unused. How much depends on the order of a step's
@@ -52,7 +53,7 @@ class MemoryBudget:
 
     def __post_init__(self) -> None:
         value = self.size_bytes if self.share is None else self.share
-        largest = _LARGEST_TIB * _UNITS["TiB"] if self.share is None else _LARGEST_PERCENT / 100
+        largest = _LARGEST_TIB * _UNITS["tib"] if self.share is None else _LARGEST_PERCENT / 100
         if (self.size_bytes is None) == (self.share is None) or value is None or not 0 < value <= largest:
             shown = value if self.share is None else f"{100 * self.share:g}%"
             raise BudgetError(f"memory budget is {shown}", allowed=_ALLOWED)
@@ -65,14 +66,12 @@ class MemoryBudget:
             BudgetError: if the text is neither a size nor a share.
         """
         match = _PATTERN.fullmatch(text.strip())
-        if match is None or match[2] not in {*_UNITS, "%"}:
-            raise BudgetError(f"memory budget is {text!r}", where="--memory-budget", allowed=_ALLOWED)
-        number = float(match[1])
-        if match[2] == "%" and not match[3]:
-            return cls(share=number / 100)
-        size = number * _UNITS.get(match[2], math.inf)
-        if not math.isfinite(size):
-            raise BudgetError(f"memory budget is {text!r}", where="--memory-budget", allowed=_ALLOWED)
+        if match is not None and match[2] == "%" and not match[3]:
+            return cls(share=float(match[1]) / 100)
+        size = math.inf if match is None else float(match[1]) * _UNITS.get(match[2].lower(), math.inf)
+        if match is None or not math.isfinite(size):
+            problem = f"memory budget is {text!r}{_suggestion(text)}"
+            raise BudgetError(problem, where="--memory-budget", allowed=_ALLOWED)
         return cls(size_bytes=int(size), reserved=bool(match[3]))
 
     def resolve(self, baseline_peak_bytes: int, fragments_bytes: int = 0) -> int:
@@ -85,6 +84,17 @@ class MemoryBudget:
         if self.size_bytes is not None:
             return allocated_within(self.size_bytes, fragments_bytes) if self.reserved else self.size_bytes
         return int((self.share or 0.0) * baseline_peak_bytes)
+
+
+def _suggestion(text: str) -> str:
+    """Return what a number without a unit, or with half a unit, probably means, as a question."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt]i?)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        return ""
+    if match[2]:
+        return f"; did you mean '{match[1]}{match[2][0].upper()}iB'?"
+    share = float(match[1])
+    return f"; did you mean '{100 * share:g}%'?" if 0 < share <= 1 else ""
 
 
 def allocated_within(reserved_bytes: int, fragments_bytes: int) -> int:

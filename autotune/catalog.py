@@ -24,9 +24,13 @@ from autotune.launching import launched, plain, split
 _PACKAGE = Path(__file__).resolve().parent
 # Prefix of the names of modules that are loaded from a job's file.
 _FILE_MODULE = "autotune_job_"
+# Files of jobs that are being loaded, the innermost last.
+_loading: list[str] = []
 # Longest reference, in characters; no path is longer.
 _LONGEST = 4096
 _SHOWN, _SAID = 200, 300
+# Most jobs of a file that an error lists.
+_LISTED = 20
 
 
 def content_folder(name: str) -> Path:
@@ -93,7 +97,22 @@ def _found(reference: str) -> Job:
         f"no job has the name {_shown(reference)!r}",
         where="job",
         allowed=[*jobs, "package.module:attribute", "path/to/file.py:attribute"],
+        given=reference,
     )
+
+
+def refuse_while_loading() -> None:
+    """Refuse to start work while a job's file is loaded: every later load of the job would start that work again.
+
+    Raises:
+        JobError: if a job's file is being loaded.
+    """
+    if _loading:
+        raise JobError(
+            "a search or a comparison was started while the job's file was being loaded",
+            where=_shown(_loading[-1]),
+            allowed="such calls below: if __name__ == '__main__'",
+        )
 
 
 def is_job_file(module_name: str) -> bool:
@@ -119,10 +138,14 @@ def _take(module: ModuleType, attribute: str, reference: str, *, declared: bool 
     except BaseException as error:  # a job may call sys.exit, which must not look like success
         raise JobError(f"{_shown(attribute)}() raised {_said(error)}", where=_shown(reference)) from error
     if not isinstance(found, Job):
+        problem = "is not an autotune.Job" if hasattr(module, attribute) else "does not exist"
+        there = vars(module).items()
+        jobs = [_shown(name) for name, value in there if isinstance(value, Job) or _returns_a_job(value)][:_LISTED]
         raise JobError(
-            f"{_shown(attribute)!r} is not an autotune.Job",
+            f"{_shown(attribute)!r} {problem}",
             where=_shown(reference),
-            allowed="a Job, or a function that returns one",
+            allowed=jobs or "a Job, or a function that returns one; the name after the colon is job if left out",
+            given=attribute,
         )
     return found
 
@@ -164,6 +187,7 @@ def _load_file(path: Path, reference: str, *, neighbours: bool = False) -> Modul
                 allowed="jobs whose modules have different names, or one job at a time",
             )
         _neighbours.serve(name, folders)
+    _loading.append(str(path))
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -171,6 +195,8 @@ def _load_file(path: Path, reference: str, *, neighbours: bool = False) -> Modul
         if isinstance(error, KeyboardInterrupt):
             raise
         raise JobError(f"raised {_said(error)} when it was loaded", where=where) from error
+    finally:
+        _loading.pop()
     return module
 
 

@@ -20,7 +20,7 @@ Failures of a window (out of memory, a loss that is not finite, a crash) are not
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # Most characters of a line that is shown to people.
 _LONGEST = 4000
@@ -41,15 +41,19 @@ class InputError(AutotuneError, ValueError):
         problem: what was found, as a short clause.
         where: the file, option or object with the problem.
         allowed: what would have been accepted, as a phrase or as the accepted values.
+        given: a name that is none of the accepted values; the most similar accepted value is then suggested.
     """
 
-    def __init__(self, problem: str, *, where: str = "", allowed: str | Iterable[object] = "") -> None:
-        self.problem = problem
+    def __init__(
+        self, problem: str, *, where: str = "", allowed: str | Iterable[object] = "", given: str | None = None
+    ) -> None:
+        values = [] if isinstance(allowed, str) else [str(item) for item in allowed]
+        self.problem = problem if given is None else f"{problem}{_suggestion(given, values)}"
         self.where = where
-        self.allowed = allowed if isinstance(allowed, str) else ", ".join(str(item) for item in allowed)
+        self.allowed = allowed if isinstance(allowed, str) else ", ".join(values)
         prefix = f"{where}: " if where else ""
         suffix = f" (allowed: {self.allowed})" if self.allowed else ""
-        super().__init__(printable(f"{prefix}{problem}{suffix}"))
+        super().__init__(printable(f"{prefix}{self.problem}{suffix}"))
 
     def to_json(self) -> dict[str, str]:
         """Return the error as a JSON object, to be raised again in another process."""
@@ -101,6 +105,15 @@ class EngineError(AutotuneError, RuntimeError):
 
 class WorkerLostError(AutotuneError):
     """A worker on another machine was lost, together with its current window."""
+
+
+def _suggestion(given: str, values: Sequence[str]) -> str:
+    """Return the accepted value that a mistyped name probably means, as a question; empty if none is similar."""
+    from difflib import get_close_matches  # only failures need it
+
+    by_lower = {value.lower(): value for value in values}
+    close = get_close_matches(given[:100].lower(), by_lower, n=1, cutoff=0.7)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def printable(text: str) -> str:

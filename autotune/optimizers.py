@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autotune import extras
 from autotune.errors import InputError
 
 if TYPE_CHECKING:
     # Plans refer to these optimizers and are read without torch.
     import torch
-
-_INSTALL = 'pip install "autotune-rl[optimizers]"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,7 @@ def require(name: str, *, where: str) -> None:
     if name in REFUSED:
         raise InputError(f"optimizer {name} {REFUSED[name]}", where=where, allowed=KINDS)
     if name not in KINDS:
-        raise InputError(f"optimizer is {name!r}", where=where, allowed=KINDS)
+        raise InputError(f"optimizer is {name!r}", where=where, allowed=KINDS, given=name)
     _class(name, where)
 
 
@@ -126,5 +125,5 @@ def _class(name: str, where: str) -> Any:
         logging.getLogger(kind.library.partition(".")[0]).setLevel(logging.ERROR)
         library = importlib.import_module(kind.library)
     except ImportError as error:
-        raise InputError(f"{kind.library.partition('.')[0]} is missing", where=where, allowed=_INSTALL) from error
+        raise extras.missing(kind.library.partition(".")[0], where=where) from error
     return getattr(library, kind.name)

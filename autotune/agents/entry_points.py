@@ -90,7 +90,7 @@ class Registry(Generic[Entry]):
             return self._entries[name]
         found = [point for point in _installed(self._group) if point.name == name]
         if not found:
-            raise InputError(f"{self._kind} is {name!r}", allowed=self.names)
+            raise InputError(f"{self._kind} is {name!r}", allowed=self.names, given=name)
         if len(found) > 1:
             packages = " and ".join(sorted(map(_package, found)))
             raise InputError(f"{packages} both register a {self._kind} {name!r}", allowed="one")

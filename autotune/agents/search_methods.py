@@ -100,7 +100,10 @@ def find_method(name: str) -> Method:
         return _by_policy(name, f"part of the plan that the policy {name} launches with, from the measured profile")
     if name not in METHODS:
         raise InputError(
-            f"method is {name!r}", where="--method", allowed=dict.fromkeys((*METHODS.names, *POLICIES.names))
+            f"method is {name!r}",
+            where="--method",
+            allowed=dict.fromkeys((*METHODS.names, *POLICIES.names)),
+            given=name,
         )
     return METHODS[name]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune import extras
 from autotune.errors import InputError, first_line
 from autotune.io.addresses import scrubbed, sqlite_address, without_secrets
 
@@ -14,7 +15,6 @@ STORAGE_FILE = "optuna.db"
 # Seconds within which a database must accept a connection.
 TIMEOUT_S = 10
 _DRIVER = "postgresql+psycopg"
-_INSTALL = "pip install 'autotune-rl[postgres]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def checked(url: str, where: str = "--storage") -> str:
             connection.execute(sqlalchemy.text("select 1"))
         engine.dispose()
     except ModuleNotFoundError as error:
-        raise InputError(f"the driver is missing ({error.name})", where=where, allowed=_INSTALL) from error
+        raise extras.missing("psycopg", where=where) from error
     except (sqlalchemy.exc.SQLAlchemyError, ValueError) as error:
         reason = scrubbed(first_line(getattr(error, "orig", None) or error), url, found)
         shown = without_secrets(url)

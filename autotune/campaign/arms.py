@@ -66,11 +66,11 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
         require_fp32_choice(chosen.fp32, device_kind(), where=str(path))
         arm = static_arm(path.stem, plan)
         return arm if chosen in (Launch(), job.launch) else replace(arm, job=launched(job, chosen))
-    raise InputError(
-        f"arm {name!r} is unknown",
-        where="--arms",
-        allowed=_allowed(),
-    )
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> InputError:
+    return InputError(f"arm {name!r} is unknown", where="--arms", allowed=_allowed(), given=name)
 
 
 def require_distinct(names: Sequence[str]) -> None:
@@ -111,11 +111,12 @@ def needs_profile(name: str) -> bool:
 
 
 def refuse_broken_arms(names: Sequence[str]) -> None:
-    """Load every rule, method, policy and policy folder among the arms, before time is spent on other arms.
+    """Load every rule, method, policy, plan file and policy folder among the arms, before anything is measured.
 
     Raises:
         PolicyFileError: if a folder is not a policy.
-        InputError: if another package's entry cannot be loaded.
+        PlanError: if a file is not a plan.
+        InputError: if a name is unknown, or another package's entry cannot be loaded.
     """
     from autotune.agents.policy_folder import load_policy
 
@@ -128,6 +129,10 @@ def refuse_broken_arms(names: Sequence[str]) -> None:
             METHODS[name]
         elif _is_policy_folder(name):
             load_policy(Path(name))
+        elif name.endswith(".json"):
+            read_plan(Path(name))
+        elif name != GATE:
+            raise _unknown(name)
 
 
 def live_arm(name: str, profile: Profile | None, budget_bytes: int | None) -> Arm:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,8 +48,9 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
     profile_first(campaign, own)
     with contextlib.ExitStack() as opened:
         with contextlib.closing(open_engine(campaign)) as engine:
+            _require_fitting(campaign, names, engine)
+            _require_launchable(campaign, others)
             references = references_of(campaign, engine)
-            _require_launchable(campaign, others, engine)
             profile = profile_for(campaign, own)
             arms = plain_arms(campaign, own, engine, profile, references)
             lowest = within_dips(campaign, references)
@@ -69,14 +69,15 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
     return document
 
 
-def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str]], engine: Engine) -> None:
-    """Refuse unknown arms, plans of another model and optimizers that cannot be built, for arms with launch options.
-
-    These arms are made last; this check finds their errors before the searches of the other arms.
-    """
-    for name in itertools.chain.from_iterable(others.values()):
+def _require_fitting(campaign: Campaign, names: Sequence[str], engine: Engine) -> None:
+    """Refuse plans of another model and rules that fail, before anything is measured."""
+    for name in (split(name, where="--arms")[0] for name in names):
         if not is_searched(name) and not is_live(name):
             named_arm(name, campaign.job, engine.space)
+
+
+def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str]]) -> None:
+    """Refuse optimizers that cannot be built, for arms with launch options."""
     for launch in others:
         build_optimizer(launched(campaign.job, launch), build_model(campaign.job))
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from autotune import extras
 from autotune.agents.study_store import checked
 from autotune.budget import MemoryBudget
 from autotune.campaign.plan_search import TuningSettings
 from autotune.campaign.trusted_inputs import TrustedInputs
-from autotune.catalog import load_job
+from autotune.catalog import load_job, refuse_while_loading
 from autotune.cost_model.carbon import Intensity
 from autotune.cost_model.paper_equations import Weights
 from autotune.engines.ray_cluster import ClusterOptions
-from autotune.engines.registry import RankOptions
+from autotune.engines.registry import ENGINES, RankOptions
 from autotune.errors import InputError, JobError
 from autotune.gym.reward import Objective
 from autotune.io.progress import Reporter
@@ -80,6 +81,7 @@ def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Repo
     Raises:
         InputError: if an option is wrong, or two options contradict each other.
     """
+    refuse_while_loading()
     dips, intensity = None, None
     if isinstance(request, CompareRequest):
         trusted.require_arms(request.arms)
@@ -92,7 +94,11 @@ def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Repo
     ranks, cluster = trusted.rank_options(request.ranks), trusted.cluster_options(request.cluster)
     if ranks is not None and cluster is not None:
         raise InputError("--cluster cannot be combined with --ranks: ranks run on one machine")
+    if cluster is not None:
+        extras.require("ray", where="--cluster")
     if ranks is not None:
+        for module in ENGINES[ranks.engine].requires:
+            extras.require(module, where=f"engine {ranks.engine}")
         require_devices(ranks.count, "--ranks")
     if request.in_workers and not isinstance(job, str):
         raise JobError(

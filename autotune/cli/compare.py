@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autotune.cli import completion
 from autotune.cli import console as shared
 from autotune.cli.console import (
     BudgetOption,
@@ -26,10 +27,17 @@ if TYPE_CHECKING:
 def command(
     job: Annotated[
         list[str],
-        typer.Argument(help="Jobs: catalog names, package.module:attribute, or file.py:attribute."),
+        typer.Argument(
+            help="Jobs: catalog names, package.module:attribute, or file.py:attribute.", autocompletion=completion.jobs
+        ),
     ],
     arms: Annotated[
-        str, typer.Option("--arms", help="Arms: rules, methods, plan files or policy folders, separated by commas.")
+        str,
+        typer.Option(
+            "--arms",
+            help="Arms: rules, methods, plan files or policy folders, separated by commas.",
+            autocompletion=completion.arms,
+        ),
     ] = "baseline,uniform-bf16,recompute-all,sqrt,paper,random,optuna,ppo",
     seeds: Annotated[
         int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give only an indication.")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from autotune.cli import completion
 from autotune.cli.arguments import input_path
 from autotune.errors import InputError, printable
 from autotune.io.documents import LARGEST_SEED
@@ -75,7 +76,10 @@ SeedsOption = Annotated[
     int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give only an indication.")
 ]
 JobArgument = Annotated[
-    str, typer.Argument(help="Job: a catalog name, package.module:attribute, or file.py:attribute.")
+    str,
+    typer.Argument(
+        help="Job: a catalog name, package.module:attribute, or file.py:attribute.", autocompletion=completion.jobs
+    ),
 ]
 RUNS = Path("runs")
 

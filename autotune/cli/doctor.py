@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
+from autotune.budget import format_bytes
 from autotune.cli import console as shared
 from autotune.cli.console import JsonOption, RunsOption
+from autotune.extras import EXTRAS, install_command, is_installed
 
-_EXTRAS = ("deepspeed", "transformers", "lightning", "ray", "zeus", "psycopg", "pytorch_optimizer", "bitsandbytes")
 
+def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False) -> int:
+    """Show versions, the device, its useful precisions, memory, load, the jobs, and what is missing, with remedies.
 
-def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False) -> None:
-    """Show versions, the device, its useful precisions, the jobs, and whether the folder of runs is writable."""
+    The exit code is 1 if runs cannot be written.
+    """
     document = _examine(runs_dir)
+    code = 0 if document["runs_writable"] == "yes" else 1
     if as_json:
         shared.print_json(document)
-        return
+        return code
+    document["memory"] = format_bytes(document.pop("memory_bytes"))
+    document["extras"] = {
+        name: "yes" if there else f"no; to install: {install_command(name)}"
+        for name, there in document["extras"].items()
+    }
     table = shared.table(show_header=False)
     table.add_column("")
     table.add_column("", overflow="fold")
     for key, value in document.items():
         table.add_row(key.replace("_", " "), _text(value))
     shared.console(as_json=False).print(table)
+    return code
 
 
 def _examine(runs: Path) -> dict[str, Any]:
@@ -53,6 +63,8 @@ def _examine(runs: Path) -> dict[str, Any]:
         "settings": devices.settings(kind),
         "lacks": devices.lacks_here(),
         "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "load": f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores in the last minute",
         "precisions": [str(precision) for precision in useful_precisions(kind)],
         "precisions_excluded": {str(key): reason for key, reason in excluded_precisions(kind).items()},
         "energy": find_meter(torch.device(kind)).source,
@@ -60,7 +72,7 @@ def _examine(runs: Path) -> dict[str, Any]:
         "runs_directory": str(runs),
         "runs_writable": writable,
         "tracking": without_secrets(tracking_uri(runs)),
-        "extras": {name: importlib.util.find_spec(name) is not None for name in _EXTRAS},
+        "extras": {name: is_installed(name) for name in EXTRAS},
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,38 +30,59 @@ def command(
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every choice of a plan, why the rule or the search made it, and its cost if the job was profiled."""
+    """Show every choice of a plan, why the rule or the search made it, and what other choices would change.
+
+    Costs and the effects of other choices are known if the job was profiled.
+    """
     from autotune.errors import InputError
-    from autotune.profiling.profile_cache import find_profile, read_profile
-    from autotune.records.run_directory import PROFILE
+    from autotune.report.alternatives import other_choices
     from autotune.report.explanation import unit_costs
 
-    plan, found, space, rows = _explain(subject, job)
-    kept = Path(subject) / PROFILE
-    # A run contains the profile that it was planned with; a run on several ranks has its own.
-    profile = read_profile(kept) if kept.is_file() else find_profile(found, runs_dir)
+    found = _explain(subject, job, runs_dir)
+    plan, profile = found.plan, found.profile
     if pareto and profile is None:
-        raise InputError("the job has no profile yet", where="--pareto", allowed=f"autotune profile {found.name} first")
-    costs = {}
+        allowed = f"autotune profile {found.job} first"
+        raise InputError("the job has no profile yet", where="--pareto", allowed=allowed)
+    costs, others = {}, {}
     if profile is not None and plan.accumulation_steps in profile.accumulation_choices:
-        costs = unit_costs(profile, plan)
+        costs, others = unit_costs(profile, plan), other_choices(profile, plan, found.budget_bytes)
     front = pareto_rows(profile) if profile is not None and pareto else []
     if as_json:
-        document = {"plan": plan.to_json(), "rows": [{**asdict(row), "cost": costs.get(row.unit)} for row in rows]}
+        rows = [{**asdict(row), "cost": costs.get(row.unit), "others": others.get(row.unit)} for row in found.rows]
+        document = {"plan": plan.to_json(), "rows": rows}
         shared.print_json({**document, "pareto": front} if pareto else document)
         return
     output = shared.console(as_json=False)
-    table = shared.table(title=f"{subject}: {plan}", title_justify="left")
-    for name in ("unit", "kind", "choice", "why", *(["measured, per step"] if costs else [])):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(row.unit, row.kind, row.choice, row.reason, *([costs.get(row.unit, "")] if costs else []))
-    output.print(table)
-    output.print(f"{len(space.units)} units, of which {len(space.recomputable)} can be recomputed.")
+    output.print(_choice_table(f"{subject}: {plan}", found.rows, costs))
+    reasons = {row.reason for row in found.rows}
+    if len(reasons) == 1:
+        output.print(f"Why each choice was made: {reasons.pop()}.")
+    if others:
+        output.print("What another choice for one of them alone would change, in time and peak, as predicted:")
+    for unit, effects in others.items():
+        output.print(f"  {unit}: {effects or 'there is none'}", soft_wrap=True)
+    output.print(f"{len(found.space.units)} units, of which {len(found.space.recomputable)} can be recomputed.")
     if not costs:
-        output.print(f"What each unit costs is known after: autotune profile {found.name}")
+        output.print(f"What each unit costs is known after: autotune profile {found.job}")
     if front:
         output.print(_front_table(front))
+
+
+def _choice_table(title: str, rows: Sequence[Row], costs: Mapping[str, str]) -> Table:
+    """Return a table of the choices; reasons and costs have a column only if they differ by row."""
+    columns = {
+        "kind": {row.unit: row.kind for row in rows if row.kind},
+        "choice": {row.unit: row.choice for row in rows},
+        "why": {row.unit: row.reason for row in rows} if len({row.reason for row in rows}) > 1 else {},
+        "measured, per step": costs,
+    }
+    shown = {name: column for name, column in columns.items() if column}
+    table = shared.table(title=title, title_justify="left")
+    for name in ("unit", *shown):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(row.unit, *(column.get(row.unit, "") for column in shown.values()))
+    return table
 
 
 def pareto_rows(profile: Profile) -> list[dict[str, Any]]:
@@ -92,9 +114,31 @@ def _front_table(front: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[Row]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Explained:
+    """A plan and what is known about it.
+
+    Attributes:
+        plan: the plan, with a choice for every unit.
+        space: the space that contains it.
+        rows: its choices and their reasons.
+        job: name of the job.
+        profile: profile of the job; ``None`` if it was never profiled.
+        budget_bytes: memory budget of the run; ``None`` without one.
+    """
+
+    plan: Plan
+    space: PlanSpace
+    rows: Sequence[Row]
+    job: str
+    profile: Profile | None
+    budget_bytes: int | None = None
+
+
+def _explain(subject: str, job: str | None, runs: Path) -> _Explained:
     from autotune.agents.rules import RULES, rule_plan
     from autotune.errors import InputError
+    from autotune.profiling.profile_cache import find_profile
     from autotune.records.results import trials_of
     from autotune.records.run_directory import RunDirectory, read_plan
     from autotune.report import explanation
@@ -102,23 +146,55 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[
     path = Path(subject)
     require_readable(path, where=subject)
     if path.is_dir():
-        run = RunDirectory.open(path)
-        found, space = _space(job or _catalog_job(run))
-        plan = space.check(read_plan(path), where=str(path / "plan.json"))
-        return plan, found, space, explanation.explain_trials(plan, space, trials_of(run))
+        return _explain_run(path, job, runs)
+    if subject not in RULES and path.suffix != ".json":
+        allowed = ["a run directory", "a .json plan", *RULES.names]
+        raise InputError(f"{subject!r} does not exist", where="explain", allowed=allowed, given=subject)
     if job is None:
         raise InputError("no job was given", where="--job", allowed="the job that the plan is for")
     found, space = _space(job)
     if subject in RULES:
         plan = rule_plan(subject, space)
-        return plan, found, space, explanation.explain_rule(plan, space, RULES[subject])
-    if path.suffix != ".json":
-        raise InputError(f"{subject!r} is unknown", where="explain", allowed=["a run", "a .json plan", *RULES.names])
-    plan = space.check(read_plan(path), where=str(path))
-    if (path.parent / "trials.jsonl").is_file():
-        trials = trials_of(RunDirectory(path.parent))
-        return plan, found, space, explanation.explain_trials(plan, space, trials)
-    return plan, found, space, explanation.explain_file(plan, space)
+        rows = explanation.explain_rule(plan, space, RULES[subject])
+    else:
+        plan = space.check(read_plan(path), where=str(path))
+        if (path.parent / "trials.jsonl").is_file():
+            rows = explanation.explain_trials(plan, space, trials_of(RunDirectory(path.parent)))
+        else:
+            rows = explanation.explain_file(plan, space)
+    return _Explained(plan=plan, space=space, rows=rows, job=job, profile=find_profile(found, runs))
+
+
+def _explain_run(path: Path, job: str | None, runs: Path) -> _Explained:
+    """Explain a run's plan by its own profile; without one, the job is loaded to know its units."""
+    from autotune.profiling.profile_cache import find_profile, read_profile
+    from autotune.records.results import trials_of
+    from autotune.records.run_directory import PROFILE, RunDirectory, read_plan
+    from autotune.report import explanation
+
+    run = RunDirectory.open(path)
+    # A run contains the profile that it was planned with.
+    profile = read_profile(path / PROFILE) if (path / PROFILE).is_file() else None
+    if profile is not None and job is None:
+        space, name = profile.space, run.config.job
+    else:
+        name = job or _catalog_job(run)
+        found, space = _space(name)
+        profile = profile or find_profile(found, runs)
+    plan = space.check(read_plan(path), where=str(path / "plan.json"))
+    rows = explanation.explain_trials(plan, space, trials_of(run))
+    return _Explained(plan=plan, space=space, rows=rows, job=name, profile=profile, budget_bytes=_budget(path))
+
+
+def _budget(path: Path) -> int | None:
+    """Return the memory budget of a run; ``None`` without one, or for a run that is not finished."""
+    from autotune.errors import RunDirectoryError
+    from autotune.report.campaign_run import read_campaign
+
+    try:
+        return read_campaign(path).budget_bytes
+    except RunDirectoryError:
+        return None
 
 
 def _catalog_job(run: RunDirectory) -> str:
@@ -131,7 +207,11 @@ def _catalog_job(run: RunDirectory) -> str:
     asked = config.asked.job if isinstance(config, TuneConfig | CompareConfig) else None
     name = asked or config.job
     if not is_catalog_reference(name):
-        raise InputError(f"the run's job {name!r} is not in the catalog", where="--job", allowed="the job's reference")
+        raise InputError(
+            f"the run has no profile, and its job {name!r} is not in the catalog",
+            where="--job",
+            allowed="the job's reference, such as mine.py:job",
+        )
     return name
 
 

@@ -34,16 +34,16 @@ from autotune.cli import (
     watch,
 )
 from autotune.cli.arguments import require_text, require_working_folder
+from autotune.cli.command_help import HELP, example_lines
 from autotune.cli.console import keep_stdout_for_json, let_go_of_stdout, open_closed_streams, stdout_has_no_reader
 from autotune.cli.installed_names import NamingCommand
-from autotune.cli.signals import EndedError, end_in_order
+from autotune.cli.signals import EndedError, end_in_order, interruptible
 from autotune.errors import AutotuneError, EngineError, InputError, escaped, first_line, one_line, printable
 
 app = typer.Typer(
     name="autotune",
     help="Tune gradient accumulation, per-layer precision and activation checkpoints of a PyTorch training job.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
 )
 _log = logging.getLogger(__name__)
@@ -65,9 +65,11 @@ _COMMANDS = (
     doctor,
 )
 for module in _COMMANDS:
-    helped = NamingCommand if module in (tune, compare, export) else None
-    app.command(module.__name__.rpartition(".")[2], cls=helped)(module.command)
-app.add_typer(bench.app, name="bench")
+    name = module.__name__.rpartition(".")[2]
+    summary, *examples = HELP[name]
+    helped = NamingCommand if name in ("tune", "compare", "export") else None
+    app.command(name, cls=helped, short_help=summary, epilog=example_lines(examples))(interruptible(module.command))
+app.add_typer(bench.app, name="bench", short_help=HELP["bench"][0])
 
 # Typer bundles click or uses an installed copy; the bases of its own exceptions are those of the click in use.
 _UsageError, _ClickException = cast("tuple[type[Exception], type[Exception]]", typer.BadParameter.__mro__[1:3])
@@ -136,8 +138,17 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except EndedError as error:
-        return _fail(str(error), error.code)
+        return _fail(f"{error}{_how_to_finish(error)}", error.code)
     return code
+
+
+def _how_to_finish(error: BaseException) -> str:
+    """Return the command that finishes the run that an interruption left; empty if there is no such run."""
+    from autotune.cli.resume import finishing
+
+    notes = getattr(error.__cause__ or error, "__notes__", ())
+    left = [command for note in notes if (command := finishing(note))]
+    return f"; everything measured so far is kept, finish with: {left[-1]}" if left else ""
 
 
 def _broken_pipe(error: BrokenPipeError) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autotune.cli import completion
 from autotune.cli import console as shared
 from autotune.cli.arguments import output_file
 from autotune.cli.console import BudgetOption, JobArgument, JsonOption
@@ -25,7 +26,12 @@ _HEADROOM = 0.1
 
 def command(
     job: JobArgument,
-    device: Annotated[str, typer.Option("--device", help="Device: b200, h100, a100, rtx4090, mi300x, ...")],
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", help="Device: b200, h100, a100, rtx4090, mi300x, ...", autocompletion=completion.devices
+        ),
+    ],
     memory_budget: BudgetOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", callback=output_file, help="File to write the plan to.")

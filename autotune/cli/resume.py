@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -73,3 +74,21 @@ def command(
         assert isinstance(config, TuneConfig)
         request = replace(config.asked, job=config.asked.job or config.job)
         tune.show(document, request, output, as_json=as_json)
+
+
+def finishing(folder: str) -> str | None:
+    """Return the command that finishes the run in a folder; ``None`` if no command does."""
+    from autotune.catalog import is_catalog_reference
+    from autotune.errors import InputError
+    from autotune.records.run_directory import RunDirectory
+
+    try:
+        config = RunDirectory.open(Path(folder)).config
+    except InputError:
+        return None
+    if config.verb not in ("tune", "compare", "demo", "reproduce"):
+        return None
+    asked = getattr(config, "asked", None)
+    name = getattr(asked, "job", None) or config.job
+    own = [] if asked is None or is_catalog_reference(name) else ["--job", name]
+    return shlex.join(["autotune", "resume", folder, *own])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 # A repeated signal within this time counts once: ``timeout`` sends it to the process and to its group.
@@ -21,8 +24,21 @@ class EndedError(BaseException):
     """
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"ended by {signal.Signals(number).name}")
+        super().__init__("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
         self.code = 128 + number
+
+
+def interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command that raises :class:`EndedError` on Ctrl-C; Typer would end silently."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> Any:
+        try:
+            return command(*arguments, **options)
+        except KeyboardInterrupt as error:
+            raise EndedError(signal.SIGINT) from error
+
+    return run
 
 
 def end_in_order() -> None:

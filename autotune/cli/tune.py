@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autotune.budget import format_bytes
+from autotune.cli import completion
 from autotune.cli import console as shared
 from autotune.cli.console import (
     BudgetOption,
@@ -36,7 +37,11 @@ def command(
     job: JobArgument,
     method: Annotated[
         str,
-        typer.Option("--method", help="ppo, planner, exact, greedy, random, optuna, optuna-prices or ppo-scratch."),
+        typer.Option(
+            "--method",
+            help="ppo, planner, exact, greedy, random, optuna, optuna-prices or ppo-scratch.",
+            autocompletion=completion.methods,
+        ),
     ] = "ppo",
     memory_budget: BudgetOption = None,
     steps: StepsOption = 120,

@@ -295,5 +295,5 @@ def find_device(name: str) -> DeviceSpec:
     """
     key = _KEYS.get(_bare(name))
     if key is None:
-        raise InputError(f"device is {name!r}", where="--device", allowed=list(DEVICES))
+        raise InputError(f"device is {name!r}", where="--device", allowed=DEVICES, given=name)
     return DEVICES[key]

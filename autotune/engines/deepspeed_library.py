@@ -20,12 +20,12 @@ from types import ModuleType
 import torch
 from torch import distributed
 
+from autotune import extras
 from autotune.engines.rendezvous import store_of_ranks
 from autotune.errors import InputError
 from autotune.io.environment_variables import variable
 from autotune.mechanics import devices
 
-_INSTALL = "pip install 'torch>=2.11,<2.14' wheel ninja && pip install --no-build-isolation 'deepspeed>=0.19'"
 _EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 
 
@@ -48,9 +48,9 @@ def imported(device: str) -> ModuleType:
         with redirect_stdout(sys.stderr):
             import deepspeed
     except ImportError as error:
-        raise InputError(f"deepspeed is missing ({error})", where="engine deepspeed", allowed=_INSTALL) from error
+        raise extras.missing("deepspeed", where="engine deepspeed") from error
     if shutil.which("ninja") is None:
-        raise InputError("ninja is missing", where="engine deepspeed", allowed=_INSTALL)
+        raise InputError("ninja is missing", where="engine deepspeed", allowed=extras.install_command("deepspeed"))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     library: ModuleType = deepspeed
     _compile(library)

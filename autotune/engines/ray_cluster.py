@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from autotune import extras
 from autotune.errors import InputError, WorkerLostError
 from autotune.io.environment_variables import variable
 from autotune.io.scratch import ScratchFolder
@@ -23,7 +24,6 @@ _MOST, _LAST_PORT = 1024, 65_535
 _ALLOWED = f"auto, local:N up to {_MOST}, ray://HOST:PORT or HOST:PORT"
 # A name or an address. Anything else, such as a password, must not be looked up in the network.
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
-_INSTALL = "pip install 'autotune-rl[ray]'"
 # Seconds for a cluster to answer.
 _CONNECT_S = 20.0
 # Memory that Ray reserves on this machine for messages: plans and measurements are small.
@@ -216,7 +216,7 @@ def _imported() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise InputError("Ray is not installed", where="--cluster", allowed=_INSTALL) from error
+        raise extras.missing("ray", where="--cluster") from error
     return ray
 
 

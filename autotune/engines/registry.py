@@ -25,11 +25,13 @@ class EngineEntry:
         module: the module with its class.
         name: name of the class.
         options: names of the :class:`RankOptions` that the class takes as arguments.
+        requires: optional libraries that it needs, by module.
     """
 
     module: str
     name: str
     options: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
 
     def load(self) -> Any:
         """Import and return the class."""
@@ -38,7 +40,9 @@ class EngineEntry:
 
 ENGINES: dict[str, EngineEntry] = {
     DEFAULT_ENGINE: EngineEntry("autotune.engines.torch_engine", "TorchEngine"),
-    "deepspeed": EngineEntry("autotune.engines.deepspeed_engine", "DeepSpeedEngine", ("zero_stage", "config")),
+    "deepspeed": EngineEntry(
+        "autotune.engines.deepspeed_engine", "DeepSpeedEngine", ("zero_stage", "config"), requires=("deepspeed",)
+    ),
 }
 
 

@@ -124,6 +124,9 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            # So that the report of an interruption can name the unfinished run; the outermost run adds the last note.
+            error.add_note(str(self.path))
         self.close()
 
     @property

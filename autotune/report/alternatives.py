@@ -17,6 +17,24 @@ from autotune.units import Unit
 _MOST_UNITS = 120
 
 
+def other_choices(profile: Profile, plan: Plan, budget_bytes: int | None) -> dict[str, str]:
+    """Return how each other k, and each other choice for a unit, would change time and peak; empty if unknown.
+
+    Args:
+        profile: the profile.
+        plan: the plan.
+        budget_bytes: the budget; ``None`` without one.
+
+    Returns:
+        The text by unit, and by ``accumulation_steps`` for k.
+    """
+    try:
+        units = other_units(profile, plan, budget_bytes)
+    except ProfileError:
+        return {}
+    return {"accumulation_steps": other_steps(profile, plan, budget_bytes), **units}
+
+
 def other_units(profile: Profile, plan: Plan, budget_bytes: int | None) -> dict[str, str]:
     """Return by unit (the first ``_MOST_UNITS``) how each other choice for it would change time per step and peak.
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from autotune.errors import ProfileError
 from autotune.plan import Plan
-from autotune.report.alternatives import other_steps, other_units
+from autotune.report.alternatives import other_choices
 from autotune.report.campaign_run import CampaignRun
 from autotune.report.explanation import explain_arm, space_of
 from autotune.report.strips import plan_strip, storage_look
@@ -27,7 +25,8 @@ def plan_view(run: CampaignRun, arm: str, plan: Plan) -> dict[str, Any]:
         the ``figure``, and ``units``: kind, name, choices in one word each, own reason, and effects of other choices.
     """
     space = space_of([plan]) if run.profile is None else run.profile.space
-    (steps, *rows), others = explain_arm(arm, plan, space, run.trials), _others(run, plan)
+    steps, *rows = explain_arm(arm, plan, space, run.trials)
+    others = {} if run.profile is None else other_choices(run.profile, plan, run.budget_bytes)
     reasons = {row.reason for row in rows}
     shared = reasons.pop() if len(reasons) == 1 else ""
     note = ""
@@ -60,13 +59,3 @@ def plan_figure(arm: str, plan: Plan) -> Figure:
 def _choice(plan: Plan, unit: str) -> tuple[str, str, list[str]]:
     storage = [plan.storage_of(unit).label] if unit in plan.storage else []
     return storage_look(plan, unit), unit, [str(plan.precision_of(unit)), *storage]
-
-
-def _others(run: CampaignRun, plan: Plan) -> Mapping[str, str]:
-    if run.profile is None:
-        return {}
-    try:
-        units = other_units(run.profile, plan, run.budget_bytes)
-    except ProfileError:
-        return {}
-    return {"accumulation_steps": other_steps(run.profile, plan, run.budget_bytes), **units}
