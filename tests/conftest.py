@@ -15,7 +15,8 @@ from hypothesis import settings
 from autotune.mechanics import known_precisions
 
 # Machines differ in what they compute fast. Every process of a test inherits this; tests of the measurement remove it.
-os.environ.setdefault(known_precisions.PRECISIONS_VARIABLE, "fp32,bf16")
+_FAST = "fp32,bf16,fp16" if torch.accelerator.is_available() else "fp32,bf16"
+os.environ.setdefault(known_precisions.PRECISIONS_VARIABLE, _FAST)
 
 # Times differ by machine; what is asserted never depends on them.
 settings.register_profile("autotune", deadline=None)
