@@ -30,10 +30,10 @@ demo: $(STAMP)
 	$(BIN)/autotune demo
 
 test: $(DEV)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-slow: $(DEV)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from fake_accelerator.fixtures import accelerator  # noqa: F401
 from hypothesis import settings
 
 from autotune.mechanics import known_precisions
+from autotune.records import tracking
 
 # Machines differ in what they compute fast. Every process of a test inherits this; tests of the measurement remove it.
-os.environ.setdefault(known_precisions.PRECISIONS_VARIABLE, "fp32,bf16")
+_FAST = "fp32,bf16,fp16" if torch.accelerator.is_available() else "fp32,bf16"
+os.environ.setdefault(known_precisions.PRECISIONS_VARIABLE, _FAST)
 
 # Times differ by machine; what is asserted never depends on them.
 settings.register_profile("autotune", deadline=None)
@@ -31,6 +34,21 @@ def _one_thread():
     torch.set_num_threads(threads)
     # Whatever a test interrupted, nothing of ours may leave the collector off.
     assert gc.isenabled()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _tables_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let MLflow make its tables once in this process, and copy them into further databases: they take seconds."""
+    made, make = tmp_path_factory.mktemp("tables") / "mlflow.db", tracking._make_tables
+
+    def copy(database: Path) -> None:
+        if not made.exists():
+            make(made)
+        shutil.copyfile(made, database)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking, "_make_tables", copy)
+        yield
 
 
 @pytest.fixture

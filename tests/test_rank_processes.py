@@ -47,16 +47,16 @@ def test_ranks_connect_only_over_loopback(ranks: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "ranks", "said"),
     [
-        ("raise", 'crashed: rank 2: KeyError: "the rank\'s own"'),
-        ("exit", "crashed: rank 2: ended with exit code 7"),
-        ("kill", "crashed: rank 2: ended by SIGKILL"),
+        ("raise", 3, 'crashed: rank 2: KeyError: "the rank\'s own"'),
+        ("exit", 2, "crashed: rank 1: ended with exit code 7"),
+        ("kill", 2, "crashed: rank 1: ended by SIGKILL"),
     ],
 )
-def test_rank_that_failed_first_is_named_although_others_fail_in_consequence(how: str, said: str) -> None:
-    with pytest.raises(RanksError, match="3 ranks end with ") as caught:
-        run_on_ranks("gloo_rank", {"rank": 2, "how": how}, ranks=3)
+def test_rank_that_failed_first_is_named_although_others_fail_in_consequence(how: str, ranks: int, said: str) -> None:
+    with pytest.raises(RanksError, match=f"{ranks} ranks end with ") as caught:
+        run_on_ranks("gloo_rank", {"rank": ranks - 1, "how": how}, ranks=ranks)
     assert said in str(caught.value)
     assert (caught.value.failure, caught.value.tried) == (Failure.CRASHED, "to add")
 

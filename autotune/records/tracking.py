@@ -154,8 +154,6 @@ def _make_database(path: Path) -> None:
     """Create MLflow's database atomically, since an incomplete one is unusable."""
     import fcntl
 
-    from mlflow import MlflowClient
-
     # With fixed names, the next command removes the files of a killed one; a lock ends with its process.
     making, lock = path.with_name(f".{path.name}.making"), path.with_name(f".{path.name}.lock")
     with open_for_appending(lock) as held:
@@ -163,11 +161,18 @@ def _make_database(path: Path) -> None:
         _remove(making)
         # Another process may have created it.
         if not path.exists():
-            MlflowClient(tracking_uri=sqlite_address(making)).search_experiments(max_results=1)
+            _make_tables(making)
         if not path.exists():
             making.rename(path)
         _remove(making)
         lock.unlink(missing_ok=True)
+
+
+def _make_tables(database: Path) -> None:
+    """Create MLflow's tables, which takes seconds."""
+    from mlflow import MlflowClient
+
+    MlflowClient(tracking_uri=sqlite_address(database)).search_experiments(max_results=1)
 
 
 def _remove(database: Path) -> None:
