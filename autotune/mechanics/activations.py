@@ -52,6 +52,7 @@ from autotune.mechanics.repeats import Repeats, is_due
 logger = logging.getLogger(__name__)
 
 WRITTEN = "its inputs are written to in place before its backward pass"
+_OVERWRITTEN = "its weights or other tensors were written to between its forward and its backward pass"
 _DIFFERS = "recomputed, it did not repeat its forward pass"
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -152,7 +153,8 @@ class _Again(AbstractContextManager[None]):
         if written:
             self.recomputation.bar_late("it has begun to write to its own weights or other tensors")
             self._replace({key: one.detach().clone().requires_grad_(one.requires_grad) for key, one in written.items()})
-        self._versions = []
+        # From now on, others' writes are looked for.
+        self._versions = [(one, version_of(one)) for one, _ in self._versions if id(one) not in written]
 
     def _replace(self, others: Mapping[int, torch.Tensor]) -> None:
         """Replace tensors, by id, in the recorded contents, so that recomputations write to the replacements."""
@@ -195,6 +197,8 @@ class _Again(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self.recomputation.count += 1
+        if any(version_of(one) != version for one, version in self._versions):
+            self.recomputation.bar_late(_OVERWRITTEN)
         stack = ExitStack()
         flags = ambient.flags()
         if flags != self._flags:

@@ -17,7 +17,7 @@ from torch import nn
 
 from autotune.errors import PlanError
 from autotune.mechanics.activations import Recomputation
-from autotune.mechanics.ambient import interception, transformed
+from autotune.mechanics.ambient import interception, recorded, transformed
 from autotune.mechanics.buffers import forget_constants, forget_copies
 from autotune.mechanics.precision import canonical, computing_in
 from autotune.mechanics.stand_ins import StandIn
@@ -52,7 +52,7 @@ class ControlledForward(StandIn):
         """Run the unit's own forward in the plan's precision, keeping or recomputing its activations."""
         if torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
-        if self.suspended or transformed():
+        if self.suspended or transformed() or recorded():
             return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()
         self.calls += trains
@@ -357,7 +357,7 @@ def _set(
         return
     if not isinstance(forward, ControlledForward):
         forward = ControlledForward(module)
-        module.__dict__["forward"] = forward
+        forward.place()
     forward.precision = precision
     forward.storage = storage
     forward.passes_16_bit = passes_16_bit

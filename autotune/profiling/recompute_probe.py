@@ -22,7 +22,7 @@ from torch import nn
 
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, hooks_within
-from autotune.mechanics.ambient import interception, saving_hook
+from autotune.mechanics.ambient import interception, recorded, saving_hook
 from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.copies import CopyError
 from autotune.mechanics.devices import is_out_of_memory
@@ -63,7 +63,7 @@ class UnitProbe(StandIn):
         self._weights: dict[int, str] = {}
         # The outputs for copies, until they are compared with those of the call itself.
         self._copied: list[torch.Tensor] | None = None
-        module.__dict__["forward"] = self
+        self.place()
 
     def remove(self) -> None:
         """Restore the unit's own forward."""
@@ -77,6 +77,8 @@ class UnitProbe(StandIn):
         """Probe the first call with gradients enabled; run every call on the original arguments."""
         if torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
+        if recorded():
+            return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()
         if not self._is_free(args, kwargs, trains=trains):
             # The step's plan was chosen before it was known that it may not recompute the unit.
