@@ -2,9 +2,9 @@
 
 A recomputation runs in the state that the forward pass began in: random generators, flags of torch, and the unit's
 attributes, modes, weights and buffers. Its non-tensor arguments (such as a key-value cache) and the lists and
-dictionaries among the unit's attributes are copies from that time. Its own changes to all of these are discarded. Of
-tensors that other passes computed, only the values are kept, not the graphs. On a sample of calls, the recomputation is
-compared with the forward pass.
+dictionaries among the unit's attributes are copies from that time. Its own changes to all of these are discarded, and
+so is what it prints, logs and warns of. Of tensors that other passes computed, only the values are kept, not the
+graphs. On a sample of calls, the recomputation is compared with the forward pass.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from autotune.mechanics.copies import (
 )
 from autotune.mechanics.kept import Kept, Objects, Reads, flattened, is_carrier, objects_of, without_graph
 from autotune.mechanics.loop_signals import any_error
+from autotune.mechanics.muting import muted
 from autotune.mechanics.repeats import Repeats, is_due
 
 logger = logging.getLogger(__name__)
@@ -339,7 +340,8 @@ class _Call:
         if self.held is not None and self.held.written:
             self.again.recomputation.bar_late(WRITTEN)
         args, kwargs = tree_unflatten(found, self.shape)
-        return self.forward(*args, **kwargs)
+        with muted():
+            return self.forward(*args, **kwargs)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
         """Return the contexts of the first run and of the later ones."""

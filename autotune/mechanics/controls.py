@@ -19,6 +19,7 @@ from autotune.errors import PlanError
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.ambient import interception, recorded, transformed
 from autotune.mechanics.buffers import forget_constants, forget_copies
+from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.precision import canonical, computing_in
 from autotune.mechanics.stand_ins import StandIn
 from autotune.mechanics.trees import tensors
@@ -61,7 +62,7 @@ class ControlledForward(StandIn):
             if self.storage.recomputes and trains and interception(self.module) is None:
                 return self.recomputation.run(run, args, kwargs)
             return run(*args, **kwargs)
-        except Exception as error:
+        except any_error() as error:
             if self.failures is None:
                 raise
             # Without the traceback, whose frames keep tensors alive.
