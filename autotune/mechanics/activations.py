@@ -234,8 +234,11 @@ class _Again(AbstractContextManager[None]):
         return replaced_buffers(module, fresh_buffers(module, self.buffers, self.constants))
 
 
-def _catches_errors(parts: Sequence[nn.Module]) -> bool:
-    """Return whether a method of the parts' classes may catch the exception with which checkpoint ends early."""
+def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
+    """Return whether a recomputation must not end early, by an exception that checkpoint raises.
+
+    A method of the parts' classes may catch it, or release a lock later that it has acquired without ``with``.
+    """
     kinds = dict.fromkeys(
         base
         for part in parts
@@ -243,14 +246,14 @@ def _catches_errors(parts: Sequence[nn.Module]) -> bool:
         if base.__module__.partition(".")[0] not in ("torch", "builtins")
     )
     methods = (one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType))
-    return any(_catches(inspect.unwrap(method).__code__) or _catches(method.__code__) for method in methods)
+    return any(_may_not_end(inspect.unwrap(method).__code__) or _may_not_end(method.__code__) for method in methods)
 
 
 @functools.cache
-def _catches(code: CodeType) -> bool:
+def _may_not_end(code: CodeType) -> bool:
     steps = [step.opname for step in dis.get_instructions(code)]
     bare = any(pair == ("PUSH_EXC_INFO", "POP_TOP") for pair in itertools.pairwise(steps))
-    return bare or "CHECK_EXC_MATCH" in steps or "suppress" in code.co_names
+    return bare or "CHECK_EXC_MATCH" in steps or not {"suppress", "acquire"}.isdisjoint(code.co_names)
 
 
 def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -399,8 +402,8 @@ class Recomputation:
     around: Reachable | None = None
     hooks: int | None = None
     carriers: dict[int, set[str]] = field(default_factory=dict)
-    # Whether the code may catch the exception with which checkpoint ends a recomputation early; ``None`` if unknown.
-    _catches: bool | None = None
+    # Whether recomputations must run to their end; ``None`` if unknown.
+    _whole: bool | None = None
     _calls: int = 0
     _last: _Call | None = None
     # Ids of the attribute values of each part at the previous call.
@@ -418,9 +421,9 @@ class Recomputation:
             self.barred, call = f"{type(error).__name__}: {error}", None
         if call is None or call.first is None:
             return forward(*args, **kwargs)
-        if self._catches is None:
-            self._catches = _catches_errors(list(self.module.modules()))
-        with set_checkpoint_early_stop(False) if self._catches else nullcontext():
+        if self._whole is None:
+            self._whole = _runs_to_its_end(list(self.module.modules()))
+        with set_checkpoint_early_stop(False) if self._whole else nullcontext():
             result = checkpoint(
                 call.run, *call.first.inputs, use_reentrant=False, preserve_rng_state=True, context_fn=call.contexts
             )

@@ -127,8 +127,12 @@ def deed_of(module: nn.Module) -> str | None:
     parts = list(module.modules())
     own: set[str | None] = {kind.__module__ for part in parts for kind in type(part).__mro__}
     own |= {one.__module__ for found in _called_first(parts) for one in plain_functions(found)}
+    methods = [one for part in parts for kind in type(part).__mro__ for one in vars(kind).values()]
     for function in _reached(parts, own):
         names = names_in(function.__code__)
+        if "acquire" in names and function not in methods:
+            # Recomputation ends early where the unit's own methods acquire nothing.
+            return "hold a lock without a with statement"
         for name in _DEEDS.keys() & _read_in(function.__code__):
             if name not in function.__globals__:
                 return _DEEDS[name]
