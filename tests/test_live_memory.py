@@ -310,6 +310,38 @@ def test_profile_that_underestimates_a_peak_never_acts(
     assert all(set(step.plan.storage.values()) == {Storage.RECOMPUTE} for step in steps[-5:])
 
 
+def test_whoever_predicts_a_peak_too_low_once_costs_are_learnt_again_acts_no_more(
+    bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hopeful(Placements):
+        def peak_bytes(self, plan: Plan, length: float) -> float:
+            return 0.98 * super().peak_bytes(plan, length)
+
+    seeded()
+    trained = model()
+    trained.blocks[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
+    tuner = autotune.attach(
+        trained, optimizer, "exact", memory_budget_bytes=sum(bounds) // 2, limits=RESTLESS, runs_dir=None
+    )
+    plans = []
+    for number, batch in enumerate(batches([LONG] * 50)):
+        if number == 20:
+            assert tuner.status["acting"]
+            assert "profile" not in tuner.locks
+            monkeypatch.setattr(lessons, "Placements", Hopeful)
+            trained.blocks[0].requires_grad_(True)
+        for micro in tuner.micro_batches(batch):
+            plans.append(tuner.plan)
+            tuner.backward(gpt_loss(trained, micro))
+            tuner.step()
+    assert "too low" in tuner.locks["profile"]
+    assert not tuner.status["acting"]
+    assert any(event["event"] == "locked" and event["what"] == "profile" for event in tuner.events)
+    assert all(set(plan.storage.values()) == {Storage.RECOMPUTE} for plan in plans[-5:])
+    tuner.detach()
+
+
 @pytest.mark.slow
 def test_single_low_prediction_is_checked_by_another_step(
     bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch

@@ -310,3 +310,24 @@ def test_hooks_added_later_are_called_once_per_step() -> None:
     plain, (tuned, locks) = run(attached=False)[0], run(attached=True)
     assert tuned == plain
     assert "other hooks" in locks["blocks.1"]
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_a_unit_whose_bias_is_written_to_before_backward_is_not_recomputed_again(
+    caplog: pytest.LogCaptureFixture, step: int
+) -> None:
+    torch.manual_seed(0)
+    model = TinyGPT()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    with autotune.attach(model, optimizer, "exact", memory_budget_bytes=1, limits=RESTLESS, runs_dir=None) as tuner:
+        for number, batch in enumerate(token_batches(10)):
+            for micro in tuner.micro_batches(batch):
+                loss = gpt_loss(model, micro)
+                if number == step:
+                    with torch.no_grad():
+                        model.blocks[1].out.bias.add_(0.1)
+                tuner.backward(loss)
+            tuner.step()
+        assert [name for name in tuner.locks if name.startswith("blocks")] == ["blocks.1"]
+        assert "by the time of" in tuner.locks["blocks.1"] or "were written to between" in tuner.locks["blocks.1"]
+    assert step == 0 or "gradients of this step" in caplog.text

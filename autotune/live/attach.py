@@ -45,6 +45,7 @@ from autotune.live.rank_channel import Ranks, RanksError, is_flattened
 from autotune.live.settings import Settings, settings_of, without_settings
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import controls, devices
+from autotune.mechanics.loop_signals import errors_ignored
 from autotune.mechanics.precision import useful_precisions
 from autotune.mechanics.sharded import ShardedUpdate
 from autotune.mechanics.stepping import Update
@@ -202,7 +203,7 @@ def _left_behind(reference: weakref.ReferenceType[nn.Module], leaving: contextli
     model = reference()
     if model is not None and model in _attached and _attached[model]() is None:
         del _attached[model]
-        with contextlib.suppress(Exception):
+        with errors_ignored():
             leaving.close()
         controls.remove(model)
 

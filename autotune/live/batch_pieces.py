@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune.errors import AttachError, JobError
 from autotune.mechanics import stepping
+from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.stepping import Count, WholeTensors
 
 
@@ -45,7 +46,7 @@ def _pieces(batch: Any, k: int, whole: WholeTensors) -> list[Any]:
     """Return a batch in k pieces; in one piece if it cannot be cut."""
     try:
         return whole.split(batch, k)
-    except Exception:  # noqa: BLE001 - see the module's docstring
+    except any_error():  # see the module's docstring
         return [batch]
 
 
@@ -53,7 +54,7 @@ def num_samples(batch: Any) -> int:
     """Return the number of samples in a batch; 1 if it cannot be read."""
     try:
         return stepping.num_samples(batch)
-    except Exception:  # noqa: BLE001 - see the module's docstring
+    except any_error():  # see the module's docstring
         return 1
 
 

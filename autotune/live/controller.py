@@ -272,6 +272,7 @@ class Pilot:
         if self._peaks.news:
             self._peaks.correct(self.phase.peak_bytes)
         self._take_news(self._profiler.end(step))
+        self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
         self.over_budget += self._unfitting or peak > (self._budget.latest or math.inf)
         barred = self._switcher.barred()
@@ -499,6 +500,18 @@ class Pilot:
                 self.trip(f"policy: {type(error).__name__}: {error}")
                 return
             self._consider(begun, None)
+
+    def _look_at_profile(self) -> None:
+        """Stop to act if costs were learnt again and cannot be trusted now."""
+        failed = self._profiler.failed
+        if failed is None or self._profiler.complete or isinstance(self.phase, Unprofiled):
+            return
+        if self._agreement.many:
+            # The others would wait for this rank at each step.
+            raise RuntimeError(f"the run cannot be profiled any more: {failed}")
+        self.phase = Unprofiled(self._profiler.space)
+        self._check = SlowdownCheck()
+        self.log.write("locked", self.step, what="profile", reason=failed)
 
     def _adopt(self, profile: Profile, square_share: float) -> None:
         """Use a profile for predictions from now on."""

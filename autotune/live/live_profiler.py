@@ -303,6 +303,7 @@ class LiveProfiler:
         self._upcoming = self._then_finish(self._lessons.costs())
 
     def _distrust(self) -> None:
+        self.complete = False
         self.failed = f"a peak was predicted {self.knowledge.scores[-1].short_frac:.1%} too low"
         logger.warning("nothing is switched: %s", self.failed)
 

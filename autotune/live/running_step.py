@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autotune.mechanics.loop_signals import any_error
 from autotune.profiling.step_signature import Contents, contents_of
 
 
@@ -90,5 +91,5 @@ def _read(batch: Any) -> Contents | None:
     """Return the contents of a batch; ``None`` where the batch cannot be read."""
     try:
         return contents_of(batch)
-    except Exception:  # noqa: BLE001 - the caller's loop may be able to use it
+    except any_error():  # the caller's loop may be able to use it
         return None

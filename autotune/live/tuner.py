@@ -29,7 +29,7 @@ from autotune.live.limits import Mode
 from autotune.live.running_step import RunningStep
 from autotune.live.scaled_loss import is_scaled
 from autotune.mechanics import controls, devices
-from autotune.mechanics.loop_signals import any_error
+from autotune.mechanics.loop_signals import any_error, errors_ignored
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.stepping import Count, Update, WholeTensors
 from autotune.plan import Plan
@@ -179,7 +179,7 @@ class LiveTuner:
         self._tell_phase("backward")
         try:
             self._update.backward(loss, self._weight)
-        except Exception as error:
+        except any_error() as error:
             if self._beside is None:
                 raise
             self.failed_beside(error)
@@ -246,17 +246,20 @@ class LiveTuner:
         pilot, self._pilot = self._pilot, None
         self.attached, self.detached_because = False, reason
         figures: dict[str, Any] = {}
-        with contextlib.suppress(Exception):
-            # These may fail if the controller is broken.
-            self._found_locks, figures = pilot.locks, pilot.summary()
-            self._last = figures
-        with contextlib.suppress(Exception):
-            pilot.close()
-        controls.remove(self._facts.model)
-        pilot.log.write("detached", pilot.step, reason=reason, locks=self._found_locks, **figures)
-        pilot.log.close()
-        pilot.ranks.close()
-        self._on_detach()
+        with contextlib.ExitStack() as left:
+            # All of these are done even if a signal arrives meanwhile, from the last to the first.
+            left.callback(self._on_detach)
+            left.callback(pilot.ranks.close)
+            left.callback(pilot.log.close)
+            left.callback(controls.remove, self._facts.model)
+            with errors_ignored():
+                # These may fail if the controller is broken.
+                self._found_locks, figures = pilot.locks, pilot.summary()
+                self._last = figures
+            with errors_ignored():
+                pilot.close()
+            controls.remove(self._facts.model)
+            pilot.log.write("detached", pilot.step, reason=reason, locks=self._found_locks, **figures)
 
     def __enter__(self) -> LiveTuner:
         return self

@@ -2,9 +2,9 @@
 
 A recomputation runs in the state that the forward pass began in: random generators, flags of torch, and the unit's
 attributes, modes, weights and buffers. Its non-tensor arguments (such as a key-value cache) and the lists and
-dictionaries among the unit's attributes are copies from that time. Its own changes to all of these are discarded. Of
-tensors that other passes computed, only the values are kept, not the graphs. On a sample of calls, the recomputation is
-compared with the forward pass.
+dictionaries among the unit's attributes are copies from that time. Its own changes to all of these are discarded, and
+so is what it prints, logs and warns of. Of tensors that other passes computed, only the values are kept, not the
+graphs. On a sample of calls, the recomputation is compared with the forward pass.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ from autotune.mechanics.copies import (
 )
 from autotune.mechanics.kept import Kept, Objects, Reads, flattened, is_carrier, objects_of, without_graph
 from autotune.mechanics.loop_signals import any_error
+from autotune.mechanics.muting import muted
 from autotune.mechanics.repeats import Repeats, is_due
 
 logger = logging.getLogger(__name__)
 
 WRITTEN = "its inputs are written to in place before its backward pass"
+_OVERWRITTEN = "its weights or other tensors were written to between its forward and its backward pass"
 _DIFFERS = "recomputed, it did not repeat its forward pass"
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -152,7 +154,8 @@ class _Again(AbstractContextManager[None]):
         if written:
             self.recomputation.bar_late("it has begun to write to its own weights or other tensors")
             self._replace({key: one.detach().clone().requires_grad_(one.requires_grad) for key, one in written.items()})
-        self._versions = []
+        # From now on, others' writes are looked for.
+        self._versions = [(one, version_of(one)) for one, _ in self._versions if id(one) not in written]
 
     def _replace(self, others: Mapping[int, torch.Tensor]) -> None:
         """Replace tensors, by id, in the recorded contents, so that recomputations write to the replacements."""
@@ -195,6 +198,8 @@ class _Again(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self.recomputation.count += 1
+        if any(version_of(one) != version for one, version in self._versions):
+            self.recomputation.bar_late(_OVERWRITTEN)
         stack = ExitStack()
         flags = ambient.flags()
         if flags != self._flags:
@@ -229,8 +234,11 @@ class _Again(AbstractContextManager[None]):
         return replaced_buffers(module, fresh_buffers(module, self.buffers, self.constants))
 
 
-def _catches_errors(parts: Sequence[nn.Module]) -> bool:
-    """Return whether a method of the parts' classes may catch the exception with which checkpoint ends early."""
+def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
+    """Return whether a recomputation must not end early, by an exception that checkpoint raises.
+
+    A method of the parts' classes may catch it, or release a lock later that it has acquired without ``with``.
+    """
     kinds = dict.fromkeys(
         base
         for part in parts
@@ -238,14 +246,14 @@ def _catches_errors(parts: Sequence[nn.Module]) -> bool:
         if base.__module__.partition(".")[0] not in ("torch", "builtins")
     )
     methods = (one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType))
-    return any(_catches(inspect.unwrap(method).__code__) or _catches(method.__code__) for method in methods)
+    return any(_may_not_end(inspect.unwrap(method).__code__) or _may_not_end(method.__code__) for method in methods)
 
 
 @functools.cache
-def _catches(code: CodeType) -> bool:
+def _may_not_end(code: CodeType) -> bool:
     steps = [step.opname for step in dis.get_instructions(code)]
     bare = any(pair == ("PUSH_EXC_INFO", "POP_TOP") for pair in itertools.pairwise(steps))
-    return bare or "CHECK_EXC_MATCH" in steps or "suppress" in code.co_names
+    return bare or "CHECK_EXC_MATCH" in steps or not {"suppress", "acquire"}.isdisjoint(code.co_names)
 
 
 def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -335,7 +343,8 @@ class _Call:
         if self.held is not None and self.held.written:
             self.again.recomputation.bar_late(WRITTEN)
         args, kwargs = tree_unflatten(found, self.shape)
-        return self.forward(*args, **kwargs)
+        with muted():
+            return self.forward(*args, **kwargs)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
         """Return the contexts of the first run and of the later ones."""
@@ -393,8 +402,8 @@ class Recomputation:
     around: Reachable | None = None
     hooks: int | None = None
     carriers: dict[int, set[str]] = field(default_factory=dict)
-    # Whether the code may catch the exception with which checkpoint ends a recomputation early; ``None`` if unknown.
-    _catches: bool | None = None
+    # Whether recomputations must run to their end; ``None`` if unknown.
+    _whole: bool | None = None
     _calls: int = 0
     _last: _Call | None = None
     # Ids of the attribute values of each part at the previous call.
@@ -412,9 +421,9 @@ class Recomputation:
             self.barred, call = f"{type(error).__name__}: {error}", None
         if call is None or call.first is None:
             return forward(*args, **kwargs)
-        if self._catches is None:
-            self._catches = _catches_errors(list(self.module.modules()))
-        with set_checkpoint_early_stop(False) if self._catches else nullcontext():
+        if self._whole is None:
+            self._whole = _runs_to_its_end(list(self.module.modules()))
+        with set_checkpoint_early_stop(False) if self._whole else nullcontext():
             result = checkpoint(
                 call.run, *call.first.inputs, use_reentrant=False, preserve_rng_state=True, context_fn=call.contexts
             )

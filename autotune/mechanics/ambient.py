@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -96,6 +97,18 @@ def transformed() -> bool:
     Tensors within one have no readable storage and accept no hooks.
     """
     return bool(_C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def recorded() -> bool:
+    """Return whether torch records a program on this thread: ``jit.trace``, ``fx.symbolic_trace`` or ``make_fx``.
+
+    What is recorded must be the user's own program.
+    """
+    return bool(
+        _C._is_tracing()
+        or _symbolic_trace._is_fx_tracing_flag
+        or _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
+    )
 
 
 def interception(module: nn.Module) -> str | None:

@@ -17,8 +17,9 @@ from torch import nn
 
 from autotune.errors import PlanError
 from autotune.mechanics.activations import Recomputation
-from autotune.mechanics.ambient import interception, transformed
+from autotune.mechanics.ambient import interception, recorded, transformed
 from autotune.mechanics.buffers import forget_constants, forget_copies
+from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.precision import canonical, computing_in
 from autotune.mechanics.stand_ins import StandIn
 from autotune.mechanics.storages import ACTS
@@ -53,7 +54,7 @@ class ControlledForward(StandIn):
         """Run the unit's own forward in the plan's precision and storage."""
         if torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
-        if self.suspended or transformed():
+        if self.suspended or transformed() or recorded():
             return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()
         self.calls += trains
@@ -63,7 +64,7 @@ class ControlledForward(StandIn):
             if act is not None and interception(self.module) is None:
                 return act(self.recomputation, run, args, kwargs)
             return run(*args, **kwargs)
-        except Exception as error:
+        except any_error() as error:
             if self.failures is None:
                 raise
             # Without the traceback, whose frames keep tensors alive.
@@ -359,7 +360,7 @@ def _set(
         return
     if not isinstance(forward, ControlledForward):
         forward = ControlledForward(module)
-        module.__dict__["forward"] = forward
+        forward.place()
     forward.precision = precision
     forward.storage = storage
     forward.passes_16_bit = passes_16_bit

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from autotune.mechanics.devices import is_accelerator
+from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.memory_meter import strided
 
 _WEAK = (weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType)
@@ -94,7 +95,7 @@ class Copier:
             return self._copied(value)
         except CopyError:
             raise
-        except Exception as error:
+        except any_error() as error:
             # Raised by code of the object's class, or by too deep a recursion.
             raise CopyError(type(value).__name__) from error
 
@@ -177,7 +178,7 @@ class Copier:
     def _otherwise(self, value: Any) -> Any:
         try:
             made = copy.deepcopy(value, dict(self._known))
-        except Exception as error:
+        except any_error() as error:
             raise CopyError(type(value).__name__) from error
         if made is value and not isinstance(value, random.Random):
             # An object that is its own deep copy is a constant.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -16,12 +18,22 @@ def any_error() -> tuple[type[Exception], ...]:
         ``Exception``; nothing, if a signal handler raised the exception that is being handled (on a preemption notice,
         for example), since a signal may arrive at any line.
     """
-    error = sys.exception()
-    if error is None or error.__traceback__ is None:
-        return (Exception,)
-    handlers = _handlers()
-    raised_by = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-    return () if handlers and any(code in handlers for code in raised_by) else (Exception,)
+    error, handlers = sys.exception(), _handlers()
+    while error is not None and handlers:
+        # Other code may have raised an exception of its own from the handler's.
+        if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return ()
+        error = error.__cause__
+    return (Exception,)
+
+
+@contextmanager
+def errors_ignored() -> Iterator[None]:
+    """Run the body, and ignore its errors, except those that a signal handler raises."""
+    try:
+        yield
+    except any_error():
+        pass
 
 
 def _handlers() -> set[CodeType]:

@@ -25,6 +25,13 @@ class StandIn:
         self._of_class: Any = type(module).forward
         self._own: Callable[..., Any] = module.forward
 
+    def place(self) -> None:
+        """Shadow the module's forward; copies, pickles and scripts of the module are made without this one."""
+        attributes = self.module.__dict__
+        attributes["forward"] = self
+        attributes.setdefault("__getstate__", _plain_state_of(self.module))
+        attributes.setdefault("__prepare_scriptable__", _plain_itself(self.module))
+
     @property
     def original(self) -> Callable[..., Any]:
         """Return the module's own forward, even after its class or its class's forward was replaced."""
@@ -44,13 +51,16 @@ class StandIn:
 
     def _restore(self) -> None:
         """Restore the module's former forward, if this one is still in place."""
-        if self.module.__dict__.get("forward") is not self:
-            # Other code set another forward on the instance, which may call this one.
-            return
-        if self._shadowed is None:
-            del self.module.__dict__["forward"]
-        else:
-            self.module.__dict__["forward"] = self._shadowed
+        attributes = self.module.__dict__
+        # Other code may have set another forward on the instance, which may call this one.
+        if attributes.get("forward") is self:
+            if self._shadowed is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = self._shadowed
+        if not isinstance(attributes.get("forward"), StandIn):
+            for name in [name for name in _BESIDE if _is_ours(attributes.get(name))]:
+                del attributes[name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the copied module's plain forward: copies of a model are not controlled."""
@@ -64,3 +74,39 @@ class StandIn:
         if self._shadowed is not None:
             return operator.getitem, ([self._shadowed], 0)
         return getattr, (self.module, "forward")
+
+
+_BESIDE = ("__getstate__", "__prepare_scriptable__")
+
+
+def _is_ours(value: Any) -> bool:
+    return getattr(value, "__module__", None) == __name__
+
+
+def _plain_state_of(module: nn.Module) -> Callable[[], Any]:
+    """Return a function that ``copy`` and ``pickle`` call for a module's state: the state without stand-ins."""
+
+    def state() -> Any:
+        found: Any = type(module).__getstate__(module)
+        if not isinstance(found, dict):
+            return found
+        plain = {name: value for name, value in found.items() if name not in _BESIDE or not _is_ours(value)}
+        while isinstance(plain.get("forward"), StandIn):
+            shadowed = plain.pop("forward")._shadowed
+            if shadowed is not None:
+                plain["forward"] = shadowed
+        return plain
+
+    return state
+
+
+def _plain_itself(module: nn.Module) -> Callable[[], nn.Module]:
+    """Return a function that ``torch.jit.script`` calls first: it restores the module's own forward, and returns it."""
+
+    def itself() -> nn.Module:
+        while isinstance(found := module.__dict__.get("forward"), StandIn):
+            found._restore()
+        prepare: Any = getattr(module, "__prepare_scriptable__", None)
+        return module if prepare is None else prepare()
+
+    return itself

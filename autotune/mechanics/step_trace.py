@@ -24,6 +24,7 @@ from autotune.mechanics import devices
 from autotune.mechanics.ambient import transformed
 from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.devices import quiet_profiler
+from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.memory_meter import storages
 from autotune.mechanics.trees import tensors
 from autotune.mechanics.watching_hooks import WatchingHook, clear_copies, yielding_saved_hooks
@@ -222,7 +223,7 @@ class StepWatch:
     def _look(self, role: Literal["input", "output"], call: int, tree: Any) -> None:
         try:
             self._see(role, call, tree)
-        except Exception as error:  # noqa: BLE001 - an observer must not stop the step
+        except any_error() as error:  # an observer must not stop the step
             self.spoilt = f"a unit's inputs or outputs cannot be inspected: {error}"
 
     def _see(self, role: Literal["input", "output"], call: int, tree: Any) -> None:
@@ -337,7 +338,7 @@ class StepTracer:
         try:
             # Detached: a saved output would otherwise keep its own graph alive.
             return tensor.detach()
-        except Exception as error:  # noqa: BLE001 - a foreign tensor type that cannot be detached
+        except any_error() as error:  # a foreign tensor type that cannot be detached
             watch.spoilt = f"a tensor that autograd saves cannot be inspected: {error}"
             return tensor
 

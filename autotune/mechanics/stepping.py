@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from autotune.errors import JobError
+from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.trees import map_tensors, tensors
 
 Count = Callable[[Any], int]
@@ -86,7 +87,7 @@ class WholeTensors:
         """Add a batch; one without samples is ignored."""
         try:
             samples = num_samples(batch)
-        except Exception:  # noqa: BLE001 - the loop may know what to do with a batch that nothing here can walk over
+        except any_error():  # the loop may know what to do with a batch that nothing here can walk over
             return
         leaves = enumerate(tensors(batch))
         self._of(batch).update(n for n, leaf in leaves if leaf.dim() == 0 or leaf.shape[0] != samples)

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from autotune.mechanics.copies import attributes_of, same_bits, slots_of
+from autotune.mechanics.loop_signals import any_error
 from autotune.profiling.reachable_code import (
     HOOKS,
     bound_in,
@@ -151,7 +152,7 @@ class Surroundings:
             try:
                 if not one.is_same():
                     one.put(one.then)
-            except Exception as error:  # noqa: BLE001 - the others are restored, and the run continues
+            except any_error() as error:  # the others are restored, and the run continues
                 logger.warning("a unit changed %s, which could not be restored: %s", one.name, error)
 
     @contextmanager
@@ -244,7 +245,7 @@ class Surroundings:
         if not isinstance(value, tuple):
             try:
                 found = _snapshot(name, value, self._named)
-            except Exception:  # noqa: BLE001 - its state cannot be read (random.SystemRandom, for example)
+            except any_error():  # its state cannot be read (random.SystemRandom, for example)
                 return
             if found is None:
                 return

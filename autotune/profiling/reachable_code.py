@@ -1,15 +1,17 @@
-"""Follow by name what a unit's forward pass may call, to find random generators that recomputation does not restore.
+"""Follow by name what a unit's forward pass may call, to find what recomputation neither restores nor undoes.
 
-A probe cannot see draws that begin only after a warm-up, but code that draws must name its generator.
+A probe cannot see draws or files that begin only after a warm-up, but the code must name its generator, or ``open``.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import io
 import random
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -39,6 +41,14 @@ _OF_ITS_OWN = (random.Random, np.random.Generator, np.random.RandomState, torch.
 _HOST, _OWN = "Python's or NumPy's generator", "a generator of its own"
 _CALLED_UNNAMED = ("__init__", "__call__", "__enter__", "__exit__", "__iter__", "__next__")
 _MOST_FUNCTIONS = 2000
+# Builtins with which code reaches what a probe does not see, and packages that report elsewhere.
+_DEEDS = {
+    "open": "open a file",
+    "globals": "change globals by name",
+    "exec": "run any code",
+    "eval": "run any code",
+}
+_TRACKERS = ("wandb", "mlflow", "neptune", "comet_ml", "clearml", "aim")
 
 
 @functools.cache
@@ -59,6 +69,14 @@ def bound_in(code: CodeType) -> frozenset[str]:
     """Return the names of globals that a function's code assigns or deletes, including its inner functions."""
     inner = (bound_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     own = (step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
+    return frozenset(own).union(*inner)
+
+
+@functools.cache
+def _read_in(code: CodeType) -> frozenset[str]:
+    """Return the names of globals and builtins that a function's code reads, including its inner functions."""
+    inner = (_read_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     return frozenset(own).union(*inner)
 
 
@@ -88,43 +106,83 @@ def forward_of(part: nn.Module) -> Any:
 def source_of(module: nn.Module) -> str | None:
     """Return which generator, except torch's default ones, a unit's forward pass may use, or ``None``."""
     parts = list(module.modules())
-    waiting = [found for part in parts for found in (type(part).forward, forward_of(part))]
-    waiting += [
-        hook for part in parts if part is not module for kind in HOOKS for hook in vars(part).get(kind, {}).values()
-    ]
-    met: set[int] = set()
+    for function in _reached(parts):
+        names = names_in(function.__code__)
+        if _imports_one(function.__code__):
+            return _HOST
+        for found in _named(function, names, parts):
+            if _is_generator(found, names):
+                return _HOST
+            if isinstance(found, _OF_ITS_OWN):
+                return _OWN
+    return None
+
+
+def deed_of(module: nn.Module) -> str | None:
+    """Return what a unit's code may do outside of itself that cannot be undone, or ``None``.
+
+    Only functions of the files that the unit's classes and hooks are from are looked at: libraries read files and look
+    up modules where nothing depends on it.
+    """
+    parts = list(module.modules())
+    own: set[str | None] = {kind.__module__ for part in parts for kind in type(part).__mro__}
+    own |= {one.__module__ for found in _called_first(parts) for one in plain_functions(found)}
+    methods = [one for part in parts for kind in type(part).__mro__ for one in vars(kind).values()]
+    for function in _reached(parts, own):
+        names = names_in(function.__code__)
+        if "acquire" in names and function not in methods:
+            # Recomputation ends early where the unit's own methods acquire nothing.
+            return "hold a lock without a with statement"
+        for name in _DEEDS.keys() & _read_in(function.__code__):
+            if name not in function.__globals__:
+                return _DEEDS[name]
+        for found in _named(function, names, parts):
+            deed = _deed_with(found, names)
+            if deed is not None:
+                return deed
+    return None
+
+
+def _deed_with(found: Any, names: frozenset[str]) -> str | None:
+    """Return what code that uses names may do with an object, or ``None``."""
+    if found is sys and "modules" in names:
+        return "change a module that it looks up in sys.modules"
+    if isinstance(found, ModuleType) and found.__name__.partition(".")[0] in _TRACKERS:
+        return f"report to {found.__name__}"
+    if isinstance(found, FunctionType) and "register" in names and hasattr(found, "registry"):
+        return f"register a function with {found.__name__}()"
+    is_file = isinstance(found, io.IOBase) and not isinstance(found, io.StringIO | io.BytesIO)
+    return "write to an open file" if is_file else None
+
+
+def _called_first(parts: Sequence[nn.Module]) -> list[Any]:
+    """Return the forwards of a unit's parts, and the hooks on them."""
+    hooks = [hook for part in parts[1:] for kind in HOOKS for hook in vars(part).get(kind, {}).values()]
+    return [*(found for part in parts for found in (type(part).forward, forward_of(part))), *hooks]
+
+
+def _reached(parts: Sequence[nn.Module], within: Collection[str | None] | None = None) -> Iterator[FunctionType]:
+    """Yield the functions that a unit's forward pass may call by name.
+
+    Args:
+        parts: the unit's modules.
+        within: names of the Python modules whose functions are followed; ``None`` for all.
+    """
+    waiting, met = _called_first(parts), set[int]()
     while waiting and len(met) < _MOST_FUNCTIONS:
         for function in plain_functions(waiting.pop()):
             if id(function) in met or is_trusted(function.__module__):
                 continue
             met.add(id(function))
-            found = _source_in(function, parts, waiting)
-            if found is not None:
-                return found
-    return None
+            if within is not None and function.__module__ not in within:
+                continue
+            yield function
+            names = names_in(function.__code__)
+            for found in _named(function, names, parts):
+                waiting += functions_of(found, names)
 
 
-def _source_in(function: FunctionType, parts: list[nn.Module], waiting: list[Any]) -> str | None:
-    """Return which generator a function names, or ``None``.
-
-    Args:
-        function: the function.
-        parts: the unit's modules.
-        waiting: list to which the functions that it may call are added.
-    """
-    names = names_in(function.__code__)
-    if _imports_one(function.__code__):
-        return _HOST
-    for found in _named(function, names, parts):
-        if _is_generator(found, names):
-            return _HOST
-        if isinstance(found, _OF_ITS_OWN):
-            return _OWN
-        waiting += functions_of(found, names)
-    return None
-
-
-def _named(function: FunctionType, names: frozenset[str], parts: list[nn.Module]) -> Iterator[Any]:
+def _named(function: FunctionType, names: frozenset[str], parts: Sequence[nn.Module]) -> Iterator[Any]:
     """Yield the objects that names in a function's code, or variables of its closure, may refer to."""
     for cell in function.__closure__ or ():
         try:

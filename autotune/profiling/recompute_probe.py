@@ -11,6 +11,7 @@ passes that save show by how much results differ, and recomputing may differ by 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,16 +23,17 @@ from torch import nn
 
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, hooks_within
-from autotune.mechanics.ambient import interception, saving_hook
+from autotune.mechanics.ambient import interception, recorded, saving_hook
 from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.copies import CopyError
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.kept import Kept, flattened, is_carrier
 from autotune.mechanics.loop_signals import any_error
+from autotune.mechanics.muting import muted, telling
 from autotune.mechanics.stand_ins import StandIn
 from autotune.profiling.outside_state import Surroundings, own_attributes
 from autotune.profiling.passes import DRAWS, Unit, compared, distance, tensors_in
-from autotune.profiling.reachable_code import source_of
+from autotune.profiling.reachable_code import deed_of, source_of
 
 
 class UnitProbe(StandIn):
@@ -61,9 +63,11 @@ class UnitProbe(StandIn):
         self._intercepted: str | None = None
         self._around: Surroundings | None = None
         self._weights: dict[int, str] = {}
+        # What the passes over copies have logged, and the call itself has not yet.
+        self._untold: list[logging.LogRecord] = []
         # The outputs for copies, until they are compared with those of the call itself.
         self._copied: list[torch.Tensor] | None = None
-        module.__dict__["forward"] = self
+        self.place()
 
     def remove(self) -> None:
         """Restore the unit's own forward."""
@@ -77,12 +81,17 @@ class UnitProbe(StandIn):
         """Probe the first call with gradients enabled; run every call on the original arguments."""
         if torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
+        if recorded():
+            return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()
         if not self._is_free(args, kwargs, trains=trains):
             # The step's plan was chosen before it was known that it may not recompute the unit.
-            with self._uncontrolled():
+            untold, self._untold = self._untold, []
+            with self._uncontrolled(), telling(untold):
                 return self.original(*args, **kwargs)
-        found = self.original(*args, **kwargs)
+        untold, self._untold = self._untold, []
+        with telling(untold):
+            found = self.original(*args, **kwargs)
         try:
             if self._copied is not None:
                 self._compare(found, flattened(args, kwargs)[0])
@@ -120,7 +129,7 @@ class UnitProbe(StandIn):
             self.reason = "the loop's own checkpointing or saved-tensor hooks already decide what it keeps"
         if self.reason is None:
             began = time.perf_counter()
-            with self._uncontrolled():
+            with self._uncontrolled(), muted(self._untold):
                 # A local list, because the passes compare the unit's attributes, of which this probe is one.
                 outputs: list[torch.Tensor] = []
                 self.reason = storage_lock(self.module, self.original, args, kwargs, outputs)
@@ -236,6 +245,9 @@ def storage_lock(
     own = forward.original if isinstance(forward, ControlledForward) else forward
     itself = getattr(own, "__self__", None) is not module
     try:
+        deed = deed_of(module)
+        if deed is not None:
+            return f"its code may {deed}, which recomputation would do a second time"
         handed = flattened(args, kwargs)[0]
         around = Surroundings(module, own=own_attributes(module) if itself else (), handed=handed)
         if around.refusal is not None:
