@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from autotune.live.settings import Settings
     from autotune.live.tuner import LiveTuner
     from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
+    from autotune.mechanics.controls import apply
     from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
     from autotune.units import Unit, find_units, name_units
 
@@ -74,6 +75,7 @@ __all__ = [
     "UnitGradient",
     "WarmupCosine",
     "__version__",
+    "apply",
     "attach",
     "compare",
     "detach",
@@ -115,6 +117,7 @@ _LAZY = {
         "autotune.live.settings": ("Settings",),
         "autotune.live.tuner": ("LiveTuner",),
         "autotune.measurement": ("Failure", "GradientStatistics", "Measurement", "UnitGradient"),
+        "autotune.mechanics.controls": ("apply",),
         "autotune.plan": ("Launch", "Plan", "PlanSpace", "Precision", "Storage"),
         "autotune.units": ("Unit", "find_units", "name_units"),
     }.items()

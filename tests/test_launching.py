@@ -27,7 +27,6 @@ from autotune.launching import compiled, launched, split, suffix
 from autotune.plan import Launch, Plan, Precision
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.records.requests import CompareOptions
-from autotune.records.run_directory import read_plan
 from autotune.report.campaign_run import read_campaign
 from autotune.report.writing import page_for
 
@@ -243,7 +242,7 @@ def test_a_plan_that_is_found_says_what_it_is_launched_with_and_is_an_arm_that_t
     path = Path(found["run"]) / "plan.json"
     page = page_for(read_campaign(Path(found["run"])))
     assert '<th scope="row">tuned</th>' in page.text
-    assert read_plan(path).launch == Launch(optimizer="lion", learning_rate=1e-3)
+    assert Plan.load(path).launch == Launch(optimizer="lion", learning_rate=1e-3)
     document = autotune.compare(str(JOB), [str(path), "baseline+lion=1e-3"], seeds=2, runs_dir=tmp_path)
     by_name = {arm["name"]: arm["runs"] for arm in document["arms"]}
     assert {arm["name"]: arm["plan"].get("launch") for arm in document["arms"]} == {

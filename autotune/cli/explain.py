@@ -96,7 +96,7 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[
     from autotune.agents.rules import RULES, rule_plan
     from autotune.errors import InputError
     from autotune.records.results import trials_of
-    from autotune.records.run_directory import RunDirectory, read_plan
+    from autotune.records.run_directory import RunDirectory
     from autotune.report import explanation
 
     path = Path(subject)
@@ -104,7 +104,7 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[
     if path.is_dir():
         run = RunDirectory.open(path)
         found, space = _space(job or _catalog_job(run))
-        plan = space.check(read_plan(path), where=str(path / "plan.json"))
+        plan = space.check(Plan.load(path), where=str(path / "plan.json"))
         return plan, found, space, explanation.explain_trials(plan, space, trials_of(run))
     if job is None:
         raise InputError("no job was given", where="--job", allowed="the job that the plan is for")
@@ -114,7 +114,7 @@ def _explain(subject: str, job: str | None) -> tuple[Plan, Job, PlanSpace, list[
         return plan, found, space, explanation.explain_rule(plan, space, RULES[subject])
     if path.suffix != ".json":
         raise InputError(f"{subject!r} is unknown", where="explain", allowed=["a run", "a .json plan", *RULES.names])
-    plan = space.check(read_plan(path), where=str(path))
+    plan = space.check(Plan.load(path), where=str(path))
     if (path.parent / "trials.jsonl").is_file():
         trials = trials_of(RunDirectory(path.parent))
         return plan, found, space, explanation.explain_trials(plan, space, trials)
