@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autotune.job import DataSource, Job, WarmupCosine
     from autotune.live.attach import attach, detach
     from autotune.live.limits import Limits
+    from autotune.live.placed_checkpoints import checkpoint
     from autotune.live.settings import Settings
     from autotune.live.tuner import LiveTuner
     from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
@@ -77,6 +78,7 @@ __all__ = [
     "__version__",
     "apply",
     "attach",
+    "checkpoint",
     "compare",
     "detach",
     "find_units",
@@ -114,6 +116,7 @@ _LAZY = {
         "autotune.job": ("DataSource", "Job", "WarmupCosine"),
         "autotune.live.attach": ("attach", "detach"),
         "autotune.live.limits": ("Limits",),
+        "autotune.live.placed_checkpoints": ("checkpoint",),
         "autotune.live.settings": ("Settings",),
         "autotune.live.tuner": ("LiveTuner",),
         "autotune.measurement": ("Failure", "GradientStatistics", "Measurement", "UnitGradient"),

@@ -49,6 +49,20 @@ def test_the_page_on_extending_adds_a_search_a_rule_and_a_policy(
     assert found["fewest"]["tuning_steps"] > 0
 
 
+@pytest.mark.slow
+def test_the_page_on_your_own_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "your-job.md").read_text()
+    names: dict = {"__name__": "page"}
+    for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(compile(code, "docs/your-job.md", "exec"), names)
+    measured = names["found"]["measured"]
+    assert measured["peak_bytes"] <= measured["memory_budget_bytes"]
+    assert names["document"]["metric"]["target"] is None
+    assert names["document"]["against_baseline"][0]["memory_ratio"] < 1
+
+
 def test_every_file_that_the_pages_name_exists() -> None:
     named = [
         name
