@@ -136,6 +136,25 @@ def test_the_baseline_is_the_users_own_loop_bit_for_bit(optimizer: str, schedule
     assert rates[0] == rates[1]
 
 
+def test_clipping_over_several_groups_is_that_of_the_models_parameters_bit_for_bit():
+    model = network()
+    own = grouped(model)
+    job = Job.from_loader(model, loader(), mean_loss, own, clip_norm=0.1)
+    engine = TorchEngine(job, seed=3, device="cpu")
+    found = trained(engine, 5)
+    torch.manual_seed(3)
+    expected = []
+    for batch in itertools.islice(job.batches(3), 5):
+        loss = mean_loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        own.step()
+        own.zero_grad()
+        expected.append(loss.item())
+    assert found == expected
+    assert differences(dict(engine.model.named_parameters()), dict(model.named_parameters())) == []
+
+
 def test_a_job_begins_with_what_the_loop_had_when_it_was_made():
     model = network()
     own = grouped(model)
