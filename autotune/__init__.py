@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from autotune.job import DataSource, Job, WarmupCosine
     from autotune.live.attach import attach, detach
     from autotune.live.limits import Limits
+    from autotune.live.placed_checkpoints import checkpoint
     from autotune.live.settings import Settings
     from autotune.live.tuner import LiveTuner
     from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
+    from autotune.mechanics.controls import apply
     from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
     from autotune.units import Unit, find_units, name_units
 
@@ -74,7 +76,9 @@ __all__ = [
     "UnitGradient",
     "WarmupCosine",
     "__version__",
+    "apply",
     "attach",
+    "checkpoint",
     "compare",
     "detach",
     "find_units",
@@ -112,9 +116,11 @@ _LAZY = {
         "autotune.job": ("DataSource", "Job", "WarmupCosine"),
         "autotune.live.attach": ("attach", "detach"),
         "autotune.live.limits": ("Limits",),
+        "autotune.live.placed_checkpoints": ("checkpoint",),
         "autotune.live.settings": ("Settings",),
         "autotune.live.tuner": ("LiveTuner",),
         "autotune.measurement": ("Failure", "GradientStatistics", "Measurement", "UnitGradient"),
+        "autotune.mechanics.controls": ("apply",),
         "autotune.plan": ("Launch", "Plan", "PlanSpace", "Precision", "Storage"),
         "autotune.units": ("Unit", "find_units", "name_units"),
     }.items()

@@ -88,6 +88,12 @@ def launched(job: Job, launch: Launch) -> Job:
     own, model, name = job.optimizer, job.model, launch.optimizer
     changed = replace(job, name=job.name + suffix(launch), launch=launch)
     if name is not None:
+        if job.scheduler is not None:
+            raise InputError(
+                f"+{name} cannot be combined with a scheduler, which sets the rates of the job's own optimizer",
+                where=f"job {job.name!r}",
+                allowed="schedule=WarmupCosine(...) in place of the scheduler",
+            )
         optimizers.require(name, where=f"job {job.name!r}")
 
         def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

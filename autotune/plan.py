@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +20,7 @@ from autotune.choices import Precision as Precision
 from autotune.choices import Storage as Storage
 from autotune.errors import PlanError
 from autotune.io.documents import STRICT, validated
+from autotune.io.files import read_json, write_json
 from autotune.optimizers import KINDS
 from autotune.units import Unit
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 PLAN_VERSION = 1
+# A plan of ten thousand units has less than one megabyte.
+_LARGEST_BYTES = 4 * 2**20
 # How products of fp32 numbers can be computed.
 FP32_CHOICES = ("fp32", "tf32")
 
@@ -180,6 +184,35 @@ class Plan:
         if "accumulation_steps" not in document:
             raise PlanError("accumulation_steps is missing", where=where, allowed="a whole number >= 1")
         return found
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file, or the plan of a run directory, which must not be a link.
+
+        Raises:
+            InputError: if the plan is missing or damaged; naming the first key or value that is not allowed.
+        """
+        path = Path(path)
+        of_run = path.is_dir()
+        file = path / "plan.json" if of_run else path
+        return cls.from_json(read_json(file, limit_bytes=_LARGEST_BYTES, follow=not of_run), where=str(file))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file that :meth:`load` reads; a file that is there is replaced.
+
+        Args:
+            path: the file; its folder must exist.
+
+        Raises:
+            InputError: if the file cannot be written.
+        """
+        path = Path(path)
+        try:
+            write_json(path, self.to_json())
+        except OSError as error:
+            raise PlanError(
+                f"cannot be written: {error.strerror}", where=str(path), allowed="a writable file"
+            ) from error
 
     def _canonical(self) -> str:
         if not self._text:

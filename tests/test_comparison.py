@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import tiny_job
 import torch
+from rich.console import Console
 
 import autotune
 from autotune.agents.policy import StaticPolicy
 from autotune.campaign.comparison import GATE, find_horizon, pilot
 from autotune.records.protocol import Arm, Protocol, RunRecord
 from autotune.records.verdicts import gated, judge
+from autotune.report.campaign_run import read_campaign
 from autotune.report.terminal_tables import alone_lines, comparison_table, plan_lines, verdict_line
+from autotune.report.writing import page_for
 
 PROTOCOL = Protocol(
     job="j", arms=("baseline", "a"), seeds=tuple(range(10)), horizon_samples=100, memory_budget_bytes=None
@@ -72,6 +75,48 @@ def test_missed_targets_and_failures_stay_in() -> None:
     assert (failed["verdict"], failed["non_inferior"]) == ("slower", False)
     assert failed["reason"] == "1 of 2 runs ended with out_of_memory, which counts as missing the target"
     assert judge(ARM, runs, [record(0, None), record(1, 10.0)], PROTOCOL, "min")["verdict"] == "not comparable"
+
+
+def test_without_a_target_whole_runs_are_compared_per_sample() -> None:
+    def ended(times: list[float], samples: int) -> list[RunRecord]:
+        found = [record(seed, time) for seed, time in enumerate(times)]
+        for one in found:
+            one.samples = samples
+        return found
+
+    base = ended([10.0, 10.1, 9.9, 10.0], 1000)
+    twice = judge(ARM, ended([10.0, 10.1, 9.9, 10.0], 2000), base, PROTOCOL, "min", targeted=False)
+    assert (twice["verdict"], twice["time_ratio"]) == ("faster", pytest.approx(0.5))
+    failed = [record(seed, None, failure="out_of_memory") for seed in range(4)]
+    lost = judge(ARM, failed, base, PROTOCOL, "min", targeted=False)
+    assert (lost["verdict"], lost["reason"]) == ("slower", "4 of 4 runs ended with out_of_memory")
+    none = judge(ARM, base, failed, PROTOCOL, "min", targeted=False)
+    assert (none["verdict"], none["reason"]) == ("not comparable", "the baseline failed")
+
+
+def test_a_job_without_a_target_is_compared_by_time_and_memory_per_sample(tmp_path: Path) -> None:
+    job = tiny_job.make(target=None, max_steps=10, evaluate_every=5)
+    assert find_horizon(job) == 10 * job.batch_size
+    document = autotune.compare(job, ["recompute-all"], seeds=2, runs_dir=tmp_path)
+    assert document["metric"] == {"goal": "min", "target": None, "margin": 0.005}
+    for arm in document["arms"]:
+        for run in arm["runs"]:
+            assert (run["reached"], run["samples"]) == (True, 80)
+            assert run["time_to_target_s"] == run["curve"][-1][0]
+            assert run["final_metric"] == run["curve"][-1][2]
+    entry = document["against_baseline"][0]
+    assert entry["time_ratio"] is not None
+    assert entry["memory_ratio"] < 1
+    assert entry["metric_difference"] == 0
+    assert entry["samples_ratio"] == 1
+    console = Console(width=100, record=True)
+    console.print(comparison_table(document))
+    table = console.export_text()
+    assert "time per" in table
+    assert "target" not in table + verdict_line(document)
+    page = page_for(read_campaign(Path(document["run"]))).text
+    assert "per sample" in page
+    assert "target" not in page.split("<body", 1)[-1].replace(document["run"], "")
 
 
 def test_a_goal_of_max_turns_the_sign_of_quality_only() -> None:

@@ -18,6 +18,7 @@ from small_jobs import differences, recomputed
 from small_models import Block, Perceptron, TinyConvolution, TinyGPT
 from torch import nn
 
+import autotune
 from autotune import Plan, PlanError, Precision, Storage, find_units
 from autotune.mechanics import controls
 
@@ -532,3 +533,16 @@ def test_user_hooks_fire_as_often_as_without_control():
     calls.clear()
     model(images).sum().backward()
     assert calls == expected
+
+
+def test_a_saved_plan_is_applied_by_two_public_calls_and_taken_off_by_a_third(tmp_path: Path):
+    plan = Plan(storage=recomputed("blocks.0", "blocks.2"))
+    plan.save(tmp_path / "plan.json")
+    model = TinyGPT()
+    before, expected = traces(model), gradients(model)
+    autotune.apply(model, autotune.Plan.load(tmp_path / "plan.json"))
+    assert differences(expected, gradients(model)) == []
+    assert controls.recomputations(model) == {"blocks.0": 1, "blocks.2": 1}
+    autotune.detach(model)
+    assert traces(model) == before
+    assert controls.recomputations(model) == {}

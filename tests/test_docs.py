@@ -53,6 +53,20 @@ def test_extending_page_adds_a_working_search_rule_policy_and_export_format(
     assert (tmp_path / "train.sh").exists()
 
 
+@pytest.mark.slow
+def test_page_on_your_own_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "your-job.md").read_text()
+    names: dict = {"__name__": "page"}
+    for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(compile(code, "docs/your-job.md", "exec"), names)
+    measured = names["found"]["measured"]
+    assert measured["peak_bytes"] <= measured["memory_budget_bytes"]
+    assert names["document"]["metric"]["target"] is None
+    assert names["document"]["against_baseline"][0]["memory_ratio"] < 1
+
+
 def test_files_named_in_the_pages_exist() -> None:
     named = [
         name

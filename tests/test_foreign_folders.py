@@ -22,7 +22,8 @@ from autotune import InputError, RunDirectoryError, commands
 from autotune.cli.main import run as run_command
 from autotune.errors import RunLockedError
 from autotune.io.run_folder import WriterLock
-from autotune.records.run_directory import RunDirectory, read_plan
+from autotune.plan import Plan
+from autotune.records.run_directory import RunDirectory
 from autotune.records.tracking import DATABASE, send_pending
 from autotune.records.tracking_spool import CURSOR, SPOOL
 
@@ -351,4 +352,4 @@ def test_oversized_plan_is_rejected_before_parsing(tmp_path: Path) -> None:
         file.write(",".join(f'"unit{number}": "fp32"' for number in range(400_000)))
         file.write("}}")
     with pytest.raises(InputError, match="the file is larger than 4194304 bytes"):
-        read_plan(path)
+        Plan.load(path)

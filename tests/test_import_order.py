@@ -117,3 +117,9 @@ def test_gymnasium_knows_our_environments_in_either_import_order(order: str) -> 
     code = f"import {order}; print(len([name for name in gymnasium.registry if name.startswith('autotune/')]) >= 3)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (answer.stdout.strip(), answer.stderr) == ("True", "")
+
+
+def test_gymnasium_makes_our_environments_without_an_import_of_our_own() -> None:
+    code = "import gymnasium; print(gymnasium.make('autotune:autotune/digits-v0').spec.id)"
+    answer = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "autotune/digits-v0"

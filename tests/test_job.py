@@ -40,9 +40,9 @@ def job(**changes: object) -> Job:
         ("goal", "less", r"goal is 'less' \(allowed: min, max\)"),
         ("batching", "elastic", r"batching is 'elastic' \(allowed: fixed, adaptive\)"),
         ("lr_rule", "cubic", r"lr_rule is 'cubic' \(allowed: linear, sqrt, none\)"),
-        ("target", math.nan, r"target is nan \(allowed: a number\)"),
-        ("target", math.inf, r"target is inf \(allowed: a number\)"),
-        ("target", "low", r"target is 'low' \(allowed: a number\)"),
+        ("target", math.nan, r"target is nan \(allowed: a number, or None\)"),
+        ("target", math.inf, r"target is inf \(allowed: a number, or None\)"),
+        ("target", "low", r"target is 'low' \(allowed: a number, or None\)"),
         ("batch_size", 0, r"batch_size is 0 \(allowed: a whole number >= 1\)"),
         ("batch_size", 8.0, r"batch_size is 8.0 \(allowed: a whole number >= 1\)"),
         ("batch_size", True, r"batch_size is True \(allowed: a whole number >= 1\)"),
@@ -95,6 +95,13 @@ def test_accumulation_choices_may_be_a_list():
 )
 def test_target_is_reached_when_the_metric_meets_it(goal, metric, arrived):
     assert job(goal=goal, target=1.0).arrived(metric) is arrived
+
+
+def test_a_job_without_a_target_never_arrives_and_commands_that_need_one_say_so():
+    assert not job(target=None).arrived(0.0)
+    with pytest.raises(JobError, match=r"bench batching: job 'job' has no target \(allowed: a job with a target\)"):
+        job(target=None).required_target(where="bench batching")
+    assert job(target=2.0).required_target(where="bench batching") == 2.0
 
 
 def test_run_has_max_steps_times_batch_size_samples():

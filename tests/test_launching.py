@@ -27,7 +27,6 @@ from autotune.launching import compiled, launched, split, suffix
 from autotune.plan import Launch, Plan, Precision
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.records.requests import CompareOptions
-from autotune.records.run_directory import read_plan
 from autotune.report.campaign_run import read_campaign
 from autotune.report.writing import page_for
 
@@ -245,7 +244,7 @@ def test_found_plan_records_its_launch_options_and_trains_with_them_as_an_arm(tm
     path = Path(found["run"]) / "plan.json"
     page = page_for(read_campaign(Path(found["run"])))
     assert '<th scope="row">tuned</th>' in page.text
-    assert read_plan(path).launch == Launch(optimizer="lion", learning_rate=1e-3)
+    assert Plan.load(path).launch == Launch(optimizer="lion", learning_rate=1e-3)
     document = autotune.compare(str(JOB), [str(path), "baseline+lion=1e-3"], seeds=2, runs_dir=tmp_path)
     by_name = {arm["name"]: arm["runs"] for arm in document["arms"]}
     assert {arm["name"]: arm["plan"].get("launch") for arm in document["arms"]} == {

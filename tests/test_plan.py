@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune import Launch, Plan, PlanError, PlanSpace, Precision, Storage, Unit
+from autotune.errors import InputError
 from autotune.optimizers import KINDS
 
 names = st.text(min_size=1, max_size=12)
@@ -397,3 +399,31 @@ def test_precisions_and_storages_have_the_expected_properties():
     assert [p.element_bytes for p in Precision] == [4, 4, 2, 2]
     assert [(s.recomputes, s.label) for s in Storage] == [(False, "kept"), (True, "recomputed")]
     assert all(pickle.loads(pickle.dumps(choice)) is choice for choice in (*Precision, *Storage))
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+@given(plans)
+def test_a_plan_that_was_saved_is_loaded_as_it_was(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == Plan.load(str(path)) == Plan.load(path.parent) == plan
+
+
+def test_saving_replaces_a_file_and_says_why_it_cannot(tmp_path: Path) -> None:
+    Plan(accumulation_steps=2).save(tmp_path / "plan.json")
+    Plan(accumulation_steps=4).save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path).accumulation_steps == 4
+    with pytest.raises(PlanError, match=r"none/plan.json: cannot be written: .* \(allowed: a writable file\)"):
+        Plan().save(tmp_path / "none" / "plan.json")
+    with pytest.raises(InputError, match="is a folder"):
+        Plan().save(tmp_path)
+
+
+def test_a_plan_file_that_is_missing_or_wrong_is_named_with_the_key(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"plan\.json"):
+        Plan.load(tmp_path)
+    (tmp_path / "other.json").write_text('{"version": 1, "accumulation_steps": 1, "storag": {}}')
+    with pytest.raises(PlanError, match=r"other\.json.*storag"):
+        Plan.load(tmp_path / "other.json")

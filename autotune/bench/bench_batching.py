@@ -109,6 +109,7 @@ def bench_growing_noise(
     job = load_job(reference)
     if job.batching != "adaptive":
         raise InputError(f"batching of {job.name} is {job.batching!r}", where="bench batching", allowed="adaptive")
+    target = job.required_target(where="bench batching")
     job = replace(job, schedule=None)
     rounds = math.ceil(job.max_steps / job.evaluate_every)
     reporter.stage(f"growing noise: constant k and live in turn on {job.name}", seeds * rounds)
@@ -122,7 +123,7 @@ def bench_growing_noise(
     figures = {
         "job": job.name,
         "policy": policy,
-        "target": job.target,
+        "target": target,
         "constant_over_best": {name: over_best(name) for name in constant},
         "best_constant": best,
         "live_over_best": over_best("live"),

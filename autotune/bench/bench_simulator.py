@@ -78,6 +78,7 @@ def rank_plans(job: Job, runs: Path, seeds: Sequence[int], *, reporter: Reporter
         seeds: random seeds for the real runs; their median time counts.
         reporter: shows progress.
     """
+    target = job.required_target(where="bench simulator")
     reporter.stage(f"{job.name}: real runs of five plans", 1)
     profile, _, _ = cached_profile(job, runs)
     convergence, _, _ = cached_convergence(job, runs)
@@ -85,7 +86,7 @@ def rank_plans(job: Job, runs: Path, seeds: Sequence[int], *, reporter: Reporter
     predicted = {}
     for name, plan in plans.items():
         times = plan.accumulation_steps if job.batching == "adaptive" else 1
-        steps = convergence.steps_to(job.target, float(job.batch_size * times), convergence.squared_error(plan))
+        steps = convergence.steps_to(target, float(job.batch_size * times), convergence.squared_error(plan))
         predicted[name] = steps * seconds_per_step(profile, plan)
     protocol = Protocol(
         job=job.name,

@@ -18,7 +18,6 @@ from autotune.launching import canonical, launched, split, suffix
 from autotune.mechanics.devices import device_kind, require_fp32_choice
 from autotune.plan import Launch, Plan, PlanSpace
 from autotune.records.protocol import Arm
-from autotune.records.run_directory import read_plan
 
 # Arms that need no file, no folder and no other package.
 OWN_ARMS = (*RULES.registered, GATE, *METHODS.registered, *POLICIES.registered)
@@ -55,7 +54,7 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
         return Arm(name=name, policy=lambda found: rule_policy(name, found, job))
     path = Path(name)
     if path.suffix == ".json":
-        plan = space.check(read_plan(path), where=str(path))
+        plan = space.check(Plan.load(path), where=str(path))
         chosen = replace(plan.launch, zero_stage=None)
         if job.launch != Launch() and chosen not in (Launch(), job.launch):
             raise InputError(
@@ -130,7 +129,7 @@ def refuse_broken_arms(names: Sequence[str]) -> None:
         elif _is_policy_folder(name):
             load_policy(Path(name))
         elif name.endswith(".json"):
-            read_plan(Path(name))
+            Plan.load(name)
         elif name != GATE:
             raise _unknown(name)
 

@@ -1,7 +1,8 @@
 """Fair comparison of arms: paired seeds, interleaved runs, failures included, separate tests of speed and quality.
 
-The protocol is fixed before the first run. Time is training time to the target; it excludes evaluation, which is the
-same for all arms. The final metric is measured after the same number of samples for all arms.
+The protocol is fixed before the first run. Time is training time to the target, or per sample if the job has none; it
+excludes evaluation, which is the same for all arms. The final metric is measured after the same number of samples for
+all arms.
 """
 
 from __future__ import annotations
@@ -56,10 +57,13 @@ def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], No
         on_pilot: called with the number of the pilot and its progress, from 0 to 1.
 
     Returns:
-        Samples, a multiple of the evaluation interval; the job's own length if the first pilot misses the target.
+        Samples, a multiple of the evaluation interval; the job's own length if the first pilot misses the target, or if
+        the job has none.
     """
     stride = job.evaluate_every * job.batch_size
     length = math.ceil(job.total_samples / stride) * stride
+    if job.target is None:
+        return length
     arrivals: dict[int, float] = {}
     longest_missed = 0
     for number in range(_PILOTS):
@@ -232,6 +236,9 @@ class _Run:
         if record.failure is None and self._diverged:
             record.failure = str(Failure.NON_FINITE)
         record.final_metric = record.curve[-1][2] if record.curve and record.failure is None else None
+        if self.job.target is None and record.final_metric is not None:
+            # Without a target, a run ends with its last sample.
+            record.reached, record.time_to_target_s = True, record.curve[-1][0]
         return record
 
     def _run_window(self) -> Measurement:
@@ -354,7 +361,8 @@ def _document(
     device: str,
     intensity: Intensity | None,
 ) -> dict[str, Any]:
-    judged = {arm.name: judge(arm, records[arm.name], records[arms[0].name], protocol, job.goal) for arm in arms[1:]}
+    targeted, base = job.target is not None, records[arms[0].name]
+    judged = {arm.name: judge(arm, records[arm.name], base, protocol, job.goal, targeted=targeted) for arm in arms[1:]}
     gate = judged.pop(GATE, None)
     entries = list(judged.values())
     return {

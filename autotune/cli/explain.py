@@ -140,7 +140,7 @@ def _explain(subject: str, job: str | None, runs: Path) -> _Explained:
     from autotune.errors import InputError
     from autotune.profiling.profile_cache import find_profile
     from autotune.records.results import trials_of
-    from autotune.records.run_directory import RunDirectory, read_plan
+    from autotune.records.run_directory import RunDirectory
     from autotune.report import explanation
 
     path = Path(subject)
@@ -157,7 +157,7 @@ def _explain(subject: str, job: str | None, runs: Path) -> _Explained:
         plan = rule_plan(subject, space)
         rows = explanation.explain_rule(plan, space, RULES[subject])
     else:
-        plan = space.check(read_plan(path), where=str(path))
+        plan = space.check(Plan.load(path), where=str(path))
         if (path.parent / "trials.jsonl").is_file():
             rows = explanation.explain_trials(plan, space, trials_of(RunDirectory(path.parent)))
         else:
@@ -169,7 +169,7 @@ def _explain_run(path: Path, job: str | None, runs: Path) -> _Explained:
     """Explain a run's plan by its own profile; without one, the job is loaded to know its units."""
     from autotune.profiling.profile_cache import find_profile, read_profile
     from autotune.records.results import trials_of
-    from autotune.records.run_directory import PROFILE, RunDirectory, read_plan
+    from autotune.records.run_directory import PROFILE, RunDirectory
     from autotune.report import explanation
 
     run = RunDirectory.open(path)
@@ -181,7 +181,7 @@ def _explain_run(path: Path, job: str | None, runs: Path) -> _Explained:
         name = job or _catalog_job(run)
         found, space = _space(name)
         profile = profile or find_profile(found, runs)
-    plan = space.check(read_plan(path), where=str(path / "plan.json"))
+    plan = space.check(Plan.load(path), where=str(path / "plan.json"))
     rows = explanation.explain_trials(plan, space, trials_of(run))
     return _Explained(plan=plan, space=space, rows=rows, job=name, profile=profile, budget_bytes=_budget(path))
 

@@ -24,12 +24,12 @@ def command(
     from autotune.catalog import load_job
     from autotune.errors import InputError
     from autotune.io.files import write_atomic, write_json
-    from autotune.records.run_directory import read_plan
+    from autotune.plan import Plan
     from autotune.report.plan_export import export
 
     path = Path(plan)
     require_readable(path, where=plan)
-    found = read_plan(path)
+    found = Plan.load(path)
     made = export(found, load_job(job), to, ranks=ranks, reference=job)
     if not out.is_dir():
         raise InputError("is not a folder", where=f"--out {out}", allowed="an existing folder")

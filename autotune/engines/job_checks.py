@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.lr_scheduler import LRScheduler
 
 from autotune.errors import InputError, JobError
 from autotune.job import Job
@@ -18,6 +20,7 @@ from autotune.mechanics import controls, stepping
 from autotune.mechanics.activations import uncopyable_argument
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
+from autotune.own_loop import require_stepped
 from autotune.plan import PlanSpace, Precision
 from autotune.units import Unit, units_of
 
@@ -123,6 +126,25 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(f"optimizer returned {optimizer!r}", where=where, allowed="a torch.optim.Optimizer")
     return optimizer
+
+
+def build_scheduler(job: Job, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """Build the job's torch scheduler for an optimizer; ``None`` for a job without one.
+
+    Raises:
+        JobError: if the job does not return a scheduler that is stepped after each update.
+    """
+    if job.scheduler is None:
+        return None
+    build, where = job.scheduler, f"job {job.name!r}"
+    with warnings.catch_warnings():
+        # A scheduler that is built anew for a trained optimizer is.
+        warnings.simplefilter("ignore")
+        scheduler = ask(job, "scheduler", lambda: build(optimizer))
+    if not isinstance(scheduler, LRScheduler):
+        raise JobError(f"scheduler returned {scheduler!r}", where=where, allowed="a torch scheduler")
+    require_stepped(scheduler, where=where)
+    return scheduler
 
 
 def _told_of(foreign: Mapping[str, str]) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from autotune.cost_model.learning_rate import batch_factor
 from autotune.engines.batch_stream import BatchStream
 from autotune.engines.engine import EngineBase
 from autotune.engines.job_checks import ask, build_model, build_optimizer, classify, inspect_job
+from autotune.engines.learning_rates import LearningRates
 from autotune.engines.measured_window import StepReport, Window, spent
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
@@ -146,9 +146,9 @@ class TorchEngine(EngineBase):
             super().__init__(space)
             self.fp32_borders = "borders" in self.locks
             optimizer = build_optimizer(job, self.model)
+            self._rates = LearningRates(job, optimizer, self.options.total_samples or job.total_samples)
         self.called: Any = self.model
         self.update = self.prepared(optimizer)
-        self._base_rates = [group["lr"] for group in self.update.optimizer.param_groups]
         self.monitor = GradientMonitor(self.model, self.space.units)
         self._meter = MemoryMeter(self.device)
         self.energy = self.energy_meter()
@@ -160,7 +160,9 @@ class TorchEngine(EngineBase):
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Return the update of the job's optimizer; overridden by engines that wrap the model."""
-        return stepping.Update(optimizer, clip_norm=self.job.clip_norm, device_type=self.device.type)
+        return stepping.Update(
+            optimizer, clip_norm=self.job.clip_norm, device_type=self.device.type, order=self.model.parameters()
+        )
 
     def energy_meter(self) -> EnergyMeter:
         """Return the meter of the energy of all devices that train the job."""
@@ -230,6 +232,7 @@ class TorchEngine(EngineBase):
             for name, tensor in self.tensors().items():
                 tensor.copy_(snapshot.tensors[name])
         self.update.discard()
+        self._rates.seek(snapshot.progress.steps)
         self.update.load_optimizer_state(copy.deepcopy(snapshot.optimizer))
         self.update.load_state_dict(snapshot.scaler)
         self._random = snapshot.random
@@ -336,6 +339,7 @@ class TorchEngine(EngineBase):
                 learning_rate=self.update.optimizer.param_groups[0]["lr"],
             )
         )
+        self._rates.advance()
 
     def _judge(self, window: Window, attempt: _Attempt) -> None:
         """End the window if the completed step was not finite, went over the budget, or ended too late."""
@@ -358,15 +362,8 @@ class TorchEngine(EngineBase):
 
     def set_learning_rate(self, samples: int) -> None:
         """Set the learning rate of the step that consumes the next ``samples`` samples."""
-        job = self.job
-        factor = 1.0
-        if job.batching == "adaptive":
-            factor = batch_factor(job.lr_rule, self.plan.accumulation_steps, 1)
-        if job.schedule is not None:
-            total = self.options.total_samples or job.total_samples
-            factor *= job.schedule.factor((self.progress.samples + samples) / total)
-        for group, base in zip(self.update.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = base * factor
+        done = self.progress.samples + samples
+        self._rates.set(self.update.optimizer, k=self.plan.accumulation_steps, samples=done)
 
     @contextlib.contextmanager
     def metering(self, batches: Sequence[Any]) -> Iterator[bool]:

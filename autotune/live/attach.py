@@ -54,6 +54,8 @@ from autotune.units import Unit, units_of
 
 # The tuner of each model. A tuner references its model, so only weak references are kept here.
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ReferenceType[LiveTuner]] = weakref.WeakKeyDictionary()
+# What is done once a tuner is garbage-collected.
+_finalizers: weakref.WeakKeyDictionary[LiveTuner, Any] = weakref.WeakKeyDictionary()
 
 
 def detach(model: nn.Module, reason: str = "detach() was called") -> None:
@@ -186,8 +188,16 @@ def attach(
     )
     _attached[inner] = weakref.ref(tuner)
     # If the tuner is garbage-collected, for example after an exception, the model is restored.
-    weakref.finalize(tuner, _left_behind, weakref.ref(inner), leaving).atexit = False
+    finalizer = _finalizers[tuner] = weakref.finalize(tuner, _left_behind, weakref.ref(inner), leaving)
+    finalizer.atexit = False
     return tuner
+
+
+def leave_to_model(tuner: LiveTuner) -> None:
+    """Let a tuner live as long as its model, whose hooks hold it, and not only as long as its caller keeps it."""
+    # The finalizer, which all finalizers' registry holds, would keep the model alive.
+    if (finalizer := _finalizers.pop(tuner, None)) is not None:
+        finalizer.detach()
 
 
 def _forget(reference: weakref.ReferenceType[nn.Module], leaving: contextlib.ExitStack) -> None:

@@ -21,7 +21,6 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal, smallest, solve
 from autotune.errors import AttachError, BudgetError
 from autotune.gym.observation import Observation
-from autotune.io.files import read_json
 from autotune.live.decision_log import read_log, schedule_of
 from autotune.mechanics import randomness
 from autotune.plan import Plan
@@ -119,7 +118,7 @@ def find_policy(policy: object) -> Any:
         if path.suffix == ".jsonl":
             return RecordedPolicy(schedule_of(read_log(path), str(path)))
         if path.suffix == ".json":
-            return _under(Plan.from_json(read_json(path), where=str(path)), path.stem)
+            return _under(Plan.load(path), path.stem)
         if isinstance(policy, Path) or "/" in policy or path.exists():
             return load_policy(path)
         raise AttachError(f"policy is {policy!r}", where="attach", allowed=_allowed())

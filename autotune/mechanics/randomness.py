@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune import host_generators
 from autotune.mechanics import devices
 
 # If the states change in this many runs in a row, it is the body that draws and not another thread.
@@ -19,32 +20,22 @@ _LOOKS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RandomState:
+class RandomState(host_generators.HostState):
     """The states of the generators of python, numpy, the CPU, and the accelerators that this process has used."""
 
-    python: Any
-    numpy: Any
-    cpu: torch.Tensor
     accelerators: tuple[torch.Tensor, ...]
 
 
 def capture() -> RandomState:
     """Return the current states of all generators."""
-    return RandomState(
-        python=random.getstate(),
-        numpy=np.random.get_state(),  # noqa: NPY002 - user code may draw from the legacy generator
-        cpu=torch.get_rng_state(),
-        accelerators=devices.random_states(),
-    )
+    host = host_generators.capture()
+    return RandomState(host.python, host.numpy, host.cpu, devices.random_states())
 
 
 def restore(state: RandomState) -> None:
     """Set all generators to a captured state; skip those already in it, since other threads may draw from them."""
-    if random.getstate() != state.python:
-        random.setstate(state.python)
-    if not _same_numpy(state.numpy):
-        np.random.set_state(state.numpy)  # noqa: NPY002
-    restore_torch(state)
+    host_generators.restore(state)
+    devices.restore_random_states(state.accelerators)
 
 
 def restore_torch(state: RandomState) -> None:
@@ -107,11 +98,6 @@ def _host_states() -> tuple[Any, Any]:
 
 def _same_host(one: tuple[Any, Any], two: tuple[Any, Any]) -> bool:
     return one[0] == two[0] and all(np.array_equal(a, b) for a, b in zip(one[1], two[1], strict=True))
-
-
-def _same_numpy(state: Any) -> bool:
-    now: Any = np.random.get_state()  # noqa: NPY002
-    return all(np.array_equal(one, two) for one, two in zip(now, state, strict=True))
 
 
 def seed_all(seed: int) -> None:

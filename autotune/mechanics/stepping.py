@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -170,6 +170,8 @@ class Update:
         init_scale: the first loss scale.
         growth_interval: finite steps after which the loss scale doubles.
         whole_norm: function that returns the gradient's 2-norm if this rank has only a part; ``None`` computes it here.
+        order: the model's parameters; the norm adds their gradients in this order, as loops do that clip
+            ``model.parameters()``. Empty for the order of the optimizer's groups.
     """
 
     def __init__(
@@ -181,18 +183,23 @@ class Update:
         init_scale: float = 65536.0,
         growth_interval: int = 2000,
         whole_norm: Callable[[], torch.Tensor] | None = None,
+        order: Iterable[nn.Parameter] = (),
     ) -> None:
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self._whole_norm = whole_norm
+        self._places = {id(parameter): place for place, parameter in enumerate(order)}
         self.scaled = False
         self._accumulating = False
         self._scaler = torch.amp.GradScaler(device_type, init_scale=init_scale, growth_interval=growth_interval)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Return the optimizer's parameters."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        """Return the optimizer's parameters, in the order of the model if it is known."""
+        found = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if len(self.optimizer.param_groups) > 1 and self._places:
+            found.sort(key=lambda parameter: self._places.get(id(parameter), len(self._places)))
+        return found
 
     @property
     def loss_scale(self) -> float:

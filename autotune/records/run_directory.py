@@ -21,7 +21,6 @@ from autotune.io.run_folder import WriterLock, new_run_folder
 from autotune.job import Job
 from autotune.mechanics import known_precisions
 from autotune.mechanics.devices import device_kind, device_name, fp32_arithmetic, settings
-from autotune.plan import Plan
 from autotune.records.run_documents import Config, Environment, config_of
 
 _PACKAGES = (
@@ -40,8 +39,6 @@ BEGUN_WITH = ("environment.json", "config.json")
 PROFILE = "profile.json"
 # Size limit of files to which a record is appended at every window, trial or step.
 LARGEST_LOG_BYTES = 2**30
-# A plan of ten thousand units has less than one megabyte.
-_LARGEST_PLAN_BYTES = 4 * 2**20
 
 
 class RunDirectory:
@@ -238,17 +235,6 @@ def require_writable(folder: Path, *, where: str = "") -> None:
     if not fine:
         where = where or f"--runs-dir {folder}"
         raise RunDirectoryError("cannot be written", where=where, allowed="a writable folder")
-
-
-def read_plan(path: Path) -> Plan:
-    """Read a plan file, or the plan of a run directory, which must not be a link.
-
-    Raises:
-        InputError: if the plan is missing or damaged.
-    """
-    of_run = path.is_dir()
-    file = path / "plan.json" if of_run else path
-    return Plan.from_json(read_json(file, limit_bytes=_LARGEST_PLAN_BYTES, follow=not of_run), where=str(file))
 
 
 def describe_environment(job: Job | None = None) -> dict[str, Any]:

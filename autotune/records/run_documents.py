@@ -337,7 +337,7 @@ class _Dips:
 @document
 class _Metric:
     goal: Literal["min", "max"]
-    target: Quantity
+    target: Quantity | None
     margin: Quantity
 
 

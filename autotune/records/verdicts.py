@@ -26,7 +26,13 @@ _PLAUSIBLE_FRAC = 0.05
 
 
 def judge(
-    arm: Arm, runs: Sequence[RunRecord], baseline: Sequence[RunRecord], protocol: Protocol, goal: str
+    arm: Arm,
+    runs: Sequence[RunRecord],
+    baseline: Sequence[RunRecord],
+    protocol: Protocol,
+    goal: str,
+    *,
+    targeted: bool = True,
 ) -> dict[str, Any]:
     """Return one entry of ``against_baseline``.
 
@@ -40,6 +46,7 @@ def judge(
         baseline: the runs of the baseline, in the same order.
         protocol: protocol that was declared before the runs.
         goal: ``min`` or ``max``, the direction in which the job's metric improves.
+        targeted: whether the job has a target; without one, the times of whole runs are compared, per sample.
     """
     entry: dict[str, Any] = {
         "arm": arm.name,
@@ -53,13 +60,14 @@ def judge(
         "non_inferior": None,
         "break_even_steps": None,
     }
-    reason = _incomparable(runs, baseline)
+    reason = _incomparable(runs, baseline, targeted=targeted)
     if reason is not None:
         return {**entry, "verdict": "not comparable", "reason": reason}
     failures = [record.failure for record in runs if record.failure is not None]
     if failures:
         listed = ", ".join(dict.fromkeys(failures))
-        reason = f"{len(failures)} of {len(runs)} runs ended with {listed}, which counts as missing the target"
+        reason = f"{len(failures)} of {len(runs)} runs ended with {listed}"
+        reason += ", which counts as missing the target" if targeted else ""
         return {**entry, "non_inferior": False, "verdict": "slower", "reason": reason}
     differences = [_relative_difference(run, other) for run, other in zip(runs, baseline, strict=True)]
     losses = differences if goal == "min" else [-difference for difference in differences]
@@ -69,7 +77,7 @@ def judge(
     if missed:
         reason = f"{missed} of {len(runs)} runs did not reach the target"
         return {**entry, "verdict": "slower", "reason": reason}
-    entry |= _time_ratio(runs, baseline, protocol.confidence)
+    entry |= _time_ratio(runs, baseline, protocol.confidence, per_sample=not targeted)
     entry["break_even_steps"] = _break_even(arm, runs, baseline)
     entry["samples_ratio"], suspicious = _samples_ratio(runs, baseline, protocol.confidence)
     # An arm with its own job, such as another schedule, may learn more per sample.
@@ -78,8 +86,13 @@ def judge(
     return {**entry, **verdict_of(entry["time_ratio_ci95"], non_inferior=entry["non_inferior"])}
 
 
-def _time_ratio(runs: Sequence[RunRecord], baseline: Sequence[RunRecord], confidence: float) -> dict[str, Any]:
-    logs = log_ratios([_time(record) for record in runs], [_time(record) for record in baseline])
+def _time_ratio(
+    runs: Sequence[RunRecord], baseline: Sequence[RunRecord], confidence: float, *, per_sample: bool
+) -> dict[str, Any]:
+    own, other = (
+        [_time(record) / (record.samples if per_sample else 1) for record in side] for side in (runs, baseline)
+    )
+    logs = log_ratios(own, other)
     bounds = mean_interval_bca(logs, confidence)
     return {
         "time_ratio": ratio_of_log(statistics.fmean(logs)),
@@ -121,8 +134,10 @@ def gated(entries: Sequence[Mapping[str, Any]], gate: Mapping[str, Any]) -> list
     return [{**entry, "verdict": "not comparable", "reason": reason} for entry in entries]
 
 
-def _incomparable(runs: Sequence[RunRecord], baseline: Sequence[RunRecord]) -> str | None:
+def _incomparable(runs: Sequence[RunRecord], baseline: Sequence[RunRecord], *, targeted: bool) -> str | None:
     """Return why an arm cannot be compared with the baseline; ``None`` if it can."""
+    if not targeted and any(record.failure is not None for record in baseline):
+        return "the baseline failed"
     if not all(record.reached for record in baseline):
         return "the baseline did not reach its target on every seed"
     if any(record.failure is not None for record in baseline):

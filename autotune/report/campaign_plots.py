@@ -10,7 +10,7 @@ from typing import Any
 from autotune.budget import format_bytes
 from autotune.measurement import Measurement
 from autotune.report.campaign_run import CampaignRun
-from autotune.report.costs import peak_of, reached_times
+from autotune.report.costs import has_target, peak_of, reached_times
 from autotune.report.palette import arm_look
 from autotune.report.pareto import Cost, Front
 from autotune.report.plot import Axis, Layer, Plot, Point, Shape, axis_around
@@ -110,19 +110,21 @@ def _costs_described(run: CampaignRun, named: Sequence[tuple[str, Cost]], front:
 
 
 def arrival_plot(comparison: Mapping[str, Any]) -> Plot:
-    """Return a plot of time to the target against peak memory: mean and range over seeds of each arm.
+    """Return a plot of time to the target, or per sample, against peak memory: mean and range over seeds of each arm.
 
     Args:
         comparison: a ``comparison.json`` document.
     """
+    aimed = has_target(comparison)
+    what = "to target" if aimed else "per sample"
     layers = []
     for number, arm in enumerate(comparison["arms"]):
-        times, peak = reached_times(arm), peak_of(arm)
+        times, peak = _times(arm, aimed=aimed), peak_of(arm)
         arrived = len(times) == len(arm["runs"])
         if peak is not None:
             layers.append(
                 Layer(
-                    name=arm["name"] if arrived else f"{arm['name']} (target not reached)",
+                    name=arm["name"] if arrived else f"{arm['name']} ({'target not reached' if aimed else 'failed'})",
                     look=arm_look(number),
                     shape=Shape.ARM,
                     points=[(peak / 2**20, statistics.fmean(times))] if arrived else [],
@@ -138,11 +140,20 @@ def arrival_plot(comparison: Mapping[str, Any]) -> Plot:
     ys = [high for layer in layers for _, high in layer.spread]
     return Plot(
         title="Time against memory (mean, range)",
-        described="Training time to the target against peak memory of each arm.",
+        described=f"Training time {what} against peak memory of each arm.",
         x=Axis(name="peak memory, MiB", low=0.0, high=1.06 * (max(xs, default=0.0) or 1.0)),
-        y=Axis(name="training time to target, s", low=0.0, high=1.06 * (max(ys, default=0.0) or 1.0)),
+        y=Axis(
+            name=f"training time {what}, {'s' if aimed else 'ms'}", low=0.0, high=1.06 * (max(ys, default=0.0) or 1.0)
+        ),
         layers=layers,
     )
+
+
+def _times(arm: Mapping[str, Any], *, aimed: bool) -> list[float]:
+    """Return the runs' seconds to the target; without one, their milliseconds per sample."""
+    if aimed:
+        return reached_times(arm)
+    return [1e3 * run["time_to_target_s"] / run["samples"] for run in arm["runs"] if run["reached"]]
 
 
 def progress_plot(comparison: Mapping[str, Any]) -> Plot | None:
@@ -156,11 +167,12 @@ def progress_plot(comparison: Mapping[str, Any]) -> Plot | None:
     if not any(courses.values()):
         return None
     edge = _edge(next(course for course in courses.values() if course), target)
+    falls = edge is not None and target > edge
     layers = []
     for number, (name, course) in enumerate(courses.items()):
         if not course:
             continue
-        kept = [(x, y) for x, y in course if edge is None or (y >= edge if target > edge else y <= edge)]
+        kept = [(x, y) for x, y in course if edge is None or (y >= edge if falls else y <= edge)]
         points = kept or course[-1:]
         x, y = points[-1]
         layers.append(_course(name, number, points, f"{name}: {y:.4g} after {x:.4g} s"))
@@ -184,12 +196,14 @@ def _mean_course(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]
     ]
 
 
-def _edge(baseline: Sequence[tuple[float, float]], target: float) -> float | None:
+def _edge(baseline: Sequence[tuple[float, float]], target: float | None) -> float | None:
     """Return the metric after the first sixth of the baseline's run, if it lies between the first value and the target.
 
     The plot begins there, because the steep part before it would flatten the rest.
     """
     start, edge = baseline[0][1], baseline[len(baseline) // 6][1]
+    if target is None:
+        return None
     return edge if start < edge < target or target < edge < start else None
 
 

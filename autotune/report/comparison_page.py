@@ -12,14 +12,22 @@ from autotune.plan import Plan
 from autotune.report.campaign_page import NO_ENERGY, CampaignPage, budget_of, prediction_of, shared_values
 from autotune.report.campaign_plots import cost_plot, progress_plot, speed_plot
 from autotune.report.campaign_run import CampaignRun, arm_named, launched
-from autotune.report.costs import ArmCost, arm_costs
+from autotune.report.costs import ArmCost, arm_costs, has_target
 from autotune.report.course_section import course_figures, course_view, is_live, time_ratios
 from autotune.report.pareto import Front, measured_arm, measured_trial
 from autotune.report.plan_section import plan_figure, plan_view
 from autotune.report.plot import Plot
 from autotune.report.rendering import Table, render
 from autotune.report.svg import figure_of
-from autotune.report.terminal_tables import all_fit, alone_lines, baseline_shown, best_entry, judged_arms, verdict_line
+from autotune.report.terminal_tables import (
+    all_fit,
+    alone_lines,
+    baseline_shown,
+    best_entry,
+    judged_arms,
+    sample_time,
+    verdict_line,
+)
 from autotune.report.wording import count, size
 
 Arm = Mapping[str, Any]
@@ -59,7 +67,7 @@ def comparison_page(run: CampaignRun, front: Front | None, intensity: Intensity 
         prediction=prediction_of(run, plans),
         course_errors=_course_errors(run, [arm for arm in profiled if is_live(arm)]),
         energy=_energy_told(costs, intensity),
-        costs=_costs_table(costs),
+        costs=_costs_table(document, costs),
         others=_other_plans(run),
     )
     strips = [plan_figure(arm["name"], launched(arm)) for arm in arms]
@@ -104,7 +112,8 @@ def _launch(run: CampaignRun) -> tuple[list[str], dict[str, Any] | None]:
         )
     if plan is not None and owner is not None:
         return remarks, _view(run, owner, plan)
-    remarks.append("No plan kept to the budget and reached the target on every seed.")
+    ended = "reached the target" if has_target(run.document) else "trained to the end"
+    remarks.append(f"No plan kept to the budget and {ended} on every seed.")
     fitting = [
         (cost.seconds_per_sample, arm)
         for arm in run.document["arms"]
@@ -132,14 +141,16 @@ def _arms_table(document: Mapping[str, Any]) -> Table:
         _arm_row(document, arm, judged.get(arm["name"]), cost)
         for arm, cost in zip(document["arms"], costs, strict=True)
     ]
+    target = document["metric"]["target"]
+    time = "time per sample" if target is None else "time to target"
     columns = (
-        *("arm", "speed-up", "95 % interval", "p", "time to target", "peak", "within budget", "final metric"),
+        *("arm", "speed-up", "95 % interval", "p", time, "peak", "within budget", "final metric"),
         *("tuning", "pays after", "verdict"),
     )
     note = (
-        f"The first arm, {baseline_shown(document)}, is the reference. Times are to the target, "
-        f"{document['metric']['target']:g}; the final metric is taken after {document['horizon_samples']:,} samples "
-        f"and counts as kept within {document['metric']['margin']:.1%}."
+        f"The first arm, {baseline_shown(document)}, is the reference. "
+        f"Times are {'per sample' if target is None else f'to the target, {target:g}'}; the final metric is taken "
+        f"after {document['horizon_samples']:,} samples and counts as kept within {document['metric']['margin']:.1%}."
     )
     return Table(label="The arms", columns=columns, rows=rows, numbers=(1, 2, 3, 4, 5, 7, 8, 9), note=note)
 
@@ -154,7 +165,7 @@ def _arm_row(document: Mapping[str, Any], arm: Arm, entry: Mapping[str, Any] | N
         f"{1 / ratio:.2f}x" if ratio else "",
         _span(entry, "time_ratio_ci95"),
         f"{entry['p_value']:.3g}" if ratio and entry else "",
-        f"{cost.to_target_s:.2f} s" if cost.to_target_s and reached == len(runs) else f"{reached} of {len(runs)}",
+        _arm_time(document, cost, arrived=reached == len(runs)) or f"{reached} of {len(runs)}",
         size(cost.peak_bytes),
         "yes" if all_fit(document, arm["name"]) else "no",
         f"{statistics.fmean(metrics):.4g}" if metrics else "",
@@ -162,6 +173,13 @@ def _arm_row(document: Mapping[str, Any], arm: Arm, entry: Mapping[str, Any] | N
         "" if even is None else count(even, "step"),
         "the reference" if entry is None else f"{entry['verdict']}: {entry['reason']}",
     ]
+
+
+def _arm_time(document: Mapping[str, Any], cost: ArmCost, *, arrived: bool) -> str:
+    """Return an arm's time to the target, or per sample without one; empty if a run missed the target."""
+    if not has_target(document):
+        return sample_time(cost)
+    return f"{cost.to_target_s:.2f} s" if cost.to_target_s and arrived else ""
 
 
 def _bootstrap(document: Mapping[str, Any]) -> list[str]:
@@ -186,11 +204,12 @@ def _course_errors(run: CampaignRun, live: Sequence[Arm]) -> list[str]:
     return lines
 
 
-def _costs_table(costs: Sequence[ArmCost]) -> Table:
+def _costs_table(document: Mapping[str, Any], costs: Sequence[ArmCost]) -> Table:
+    aimed = has_target(document)
     rows = [
         [
             cost.arm,
-            "not reached" if cost.to_target_s is None else f"{cost.to_target_s:.2f} s",
+            (_arm_time(document, cost, arrived=True) or "not reached"),
             f"{cost.train_s:.2f} s",
             f"{cost.tuning_s:.1f} s" if cost.tuning_s else "none",
             size(cost.peak_bytes),
@@ -201,7 +220,15 @@ def _costs_table(costs: Sequence[ArmCost]) -> Table:
         for cost in costs
     ]
     columns = (
-        *("arm", "to the target", "a whole run", "tuning", "peak", "energy of a run", "carbon of a run"),
+        *(
+            "arm",
+            "to the target" if aimed else "per sample",
+            "a whole run",
+            "tuning",
+            "peak",
+            "energy of a run",
+            "carbon of a run",
+        ),
         "energy read from",
     )
     note = "Training time without evaluation, which is the same for all arms; mean of the seeds."

@@ -16,7 +16,9 @@ class ArmCost:
 
     Attributes:
         arm: name of the arm.
-        to_target_s: mean training seconds to the target, over the runs that reached it; ``None`` if none did.
+        to_target_s: mean training seconds to the target, over the runs that reached it; ``None`` if none did. Without a
+            target, those of a whole run.
+        sample_s: mean training seconds per sample of a whole run; ``None`` if a run failed.
         train_s: mean training seconds of a whole run.
         tuning_s: seconds spent on finding the arm's plan.
         tuning_steps: real steps spent on finding the arm's plan.
@@ -28,6 +30,7 @@ class ArmCost:
 
     arm: str
     to_target_s: float | None
+    sample_s: float | None
     train_s: float
     tuning_s: float
     tuning_steps: int
@@ -54,6 +57,7 @@ def _arm_cost(arm: Mapping[str, Any], intensity: Intensity | None) -> ArmCost:
     return ArmCost(
         arm=arm["name"],
         to_target_s=statistics.fmean(arrived) if arrived else None,
+        sample_s=_mean([_per_sample(run) for run in runs]),
         train_s=statistics.fmean(run["curve"][-1][0] if run["curve"] else 0.0 for run in runs),
         tuning_s=arm["tuning_s"],
         tuning_steps=arm["tuning_steps"],
@@ -64,9 +68,18 @@ def _arm_cost(arm: Mapping[str, Any], intensity: Intensity | None) -> ArmCost:
     )
 
 
+def has_target(comparison: Mapping[str, Any]) -> bool:
+    """Tell whether the arms' times are those to a target; otherwise they are those of whole runs."""
+    return comparison["metric"]["target"] is not None
+
+
 def reached_times(arm: Mapping[str, Any]) -> list[float]:
-    """Return the seconds to the target of the runs that reached it."""
+    """Return the seconds to the target of the runs that reached it; without a target, those of whole runs."""
     return [run["time_to_target_s"] for run in arm["runs"] if run["reached"]]
+
+
+def _per_sample(run: Mapping[str, Any]) -> float | None:
+    return run["curve"][-1][0] / run["samples"] if run["curve"] and run["samples"] and not run["failure"] else None
 
 
 def peak_of(arm: Mapping[str, Any]) -> int | None:

@@ -13,10 +13,8 @@ from autotune.report.export_targets import Export, Launched
 PLAN_FILE = "plan.json"
 # Lines of Python that apply a plan's choices for single units to a model.
 APPLY = (
-    "from pathlib import Path",
-    "from autotune.records.run_directory import read_plan",
-    "from autotune.mechanics import controls",
-    f'controls.apply(model, read_plan(Path("{PLAN_FILE}")))',
+    "import autotune",
+    f'autotune.apply(model, autotune.Plan.load("{PLAN_FILE}"))',
 )
 
 

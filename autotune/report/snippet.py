@@ -27,7 +27,7 @@ import json
 import torch
 
 from autotune import Plan, load_job
-from autotune.mechanics import controls, devices, stepping
+{imported}from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.trees import map_tensors
 
 PLAN = Plan.from_json(
@@ -55,7 +55,7 @@ def main() -> None:
         for piece, weight in stepping.shares(pieces, job.count).here:
 {updated}
         optimizer.zero_grad()
-    model.eval()
+{ended}    model.eval()
     with torch.no_grad(), controls.suspended(model):
         print(json.dumps({{"samples": samples, "metric": job.evaluate(model)}}))
 
@@ -82,10 +82,12 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
     document = json.loads(json.dumps(plan.to_json()))
     script = _SCRIPT.format(
         reference=reference,
+        imported="" if job.scheduler is None else "from autotune.engines.learning_rates import LearningRates\n",
         document=textwrap.indent(pprint.pformat(document, width=110, sort_dicts=False), " " * 4),
         prepared=_block(1, _prepared(plan, job)),
         taken=_block(2, _taken(plan, job)),
         updated=_block(2, _updated(plan, job)),
+        ended=_block(2, ["scheduled.advance()", ""]) if job.scheduler is not None else "",
     )
     # The arithmetic of fp32 is a setting of the process, so the script cannot get it from the job.
     alone = replace(job.launch, fp32=None)
@@ -97,6 +99,8 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
 def _prepared(plan: Plan, job: Job) -> list[str]:
     """Return the lines that create the optimizer and the other objects that a step needs."""
     lines = ["optimizer = job.optimizer(parameters)"]
+    if job.scheduler is not None:
+        lines.append("scheduled = LearningRates(job, optimizer, job.total_samples)")
     if plan.needs_loss_scaling:
         lines.append("scaler = torch.amp.GradScaler(parameters[0].device.type)")
     if _factors(plan, job):

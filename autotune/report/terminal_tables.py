@@ -13,7 +13,7 @@ from rich.table import Table
 from autotune.budget import format_bytes
 from autotune.mechanics.devices import arithmetic_shown
 from autotune.plan import Plan
-from autotune.report.costs import arm_costs, peak_of, reached_times
+from autotune.report.costs import ArmCost, arm_costs, has_target, peak_of, reached_times
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
@@ -21,7 +21,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
     table = Table(title=f"{comparison['job']}: {len(comparison['seeds'])} paired seeds", title_justify="left")
     table.add_column("arm", no_wrap=True)
     for name in (
-        "time to\ntarget",
+        "time to\ntarget" if has_target(comparison) else "time per\nsample",
         "speed-up\n(95 % interval)",
         "peak memory\n(of baseline)",
         "final\nmetric",
@@ -35,7 +35,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
         fits = all_fit(comparison, arm["name"])
         table.add_row(
             _shown(comparison, arm),
-            _time(arm),
+            _time(comparison, arm),
             _speedup(entry),
             _memory(peak_of(arm), baseline_peak),
             _metric(arm),
@@ -94,14 +94,16 @@ def verdict_line(comparison: Mapping[str, Any]) -> str:
         reasons = {entry["reason"] for entry in comparison["against_baseline"] if entry["verdict"] == "not comparable"}
         if len(reasons) == 1:
             return f"Nothing can be compared: {reasons.pop()}."
-        return "No arm within the budget reached the target on every seed."
+        ended = "reached the target" if has_target(comparison) else "trained to its end"
+        return f"No arm within the budget {ended} on every seed."
     low, high = (1 / bound for bound in reversed(best["time_ratio_ci95"]))
     seeds = len(comparison["seeds"])
     caution = " - an indication, not a claim" if comparison["indication_only"] else ""
     budget = "" if comparison["memory_budget_bytes"] is None else " within the budget"
     memory = "" if best["memory_ratio"] is None else f" with {best['memory_ratio']:.0%} of its memory"
+    does = "reaches the target" if has_target(comparison) else "trains each sample"
     return (
-        f"Fastest{budget}: {best['arm']} reaches the target {1 / best['time_ratio']:.2f}x as fast as the baseline "
+        f"Fastest{budget}: {best['arm']} {does} {1 / best['time_ratio']:.2f}x as fast as the baseline "
         f"(95 % interval {low:.2f}x to {high:.2f}x){memory}; final metric {best['metric_difference']:+.2%}; "
         f"verdict: {best['verdict']}; {seeds} paired seeds{caution}."
     )
@@ -171,11 +173,18 @@ def energy_lines(comparison: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _time(arm: Mapping[str, Any]) -> str:
+def _time(comparison: Mapping[str, Any], arm: Mapping[str, Any]) -> str:
+    if not has_target(comparison):
+        return sample_time(next(cost for cost in arm_costs(comparison) if cost.arm == arm["name"]))
     times = reached_times(arm)
     if len(times) < len(arm["runs"]):
         return f"not reached\n({len(arm['runs']) - len(times)} of {len(arm['runs'])})"
     return f"{statistics.fmean(times):.1f} s"
+
+
+def sample_time(cost: ArmCost) -> str:
+    """Return the mean training time per sample of an arm's runs."""
+    return "failed" if cost.sample_s is None else f"{1e3 * cost.sample_s:.3g} ms"
 
 
 def _speedup(entry: Mapping[str, Any] | None) -> str:

@@ -57,7 +57,6 @@ from autotune.profiling.job_shape import profile_key
 from autotune.profiling.profile_cache import cache_path, read_profile
 from autotune.profiling.profile_index import indexed_profile, remember
 from autotune.records import tracking
-from autotune.records.run_directory import read_plan
 from autotune.records.tracking_spool import artifact_of, read_cursor, read_rows
 from autotune.report.alternatives import other_steps, other_units
 from autotune.report.explanation import unit_costs
@@ -148,7 +147,7 @@ def _index(runs: Path) -> None:
 
 
 def plan_of_the_space(folder: Path, path: Path) -> None:
-    plan = read_plan(path)
+    plan = Plan.load(path)
     assert Plan.from_json(plan.to_json()) == plan
     assert str(plan)
     assert hash(plan) is not None
@@ -156,7 +155,7 @@ def plan_of_the_space(folder: Path, path: Path) -> None:
 
 
 def plan_exported(folder: Path, path: Path) -> None:
-    plan = read_plan(path)
+    plan = Plan.load(path)
     for target in TARGETS:
         with contextlib.suppress(InputError):
             export(plan, several.tiny(), target, reference=_REFERENCE).to_json()

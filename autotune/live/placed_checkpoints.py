@@ -1,0 +1,143 @@
+"""Recomputation placed in a model by one line: its loop stays as it is, and the steps are seen from hooks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.errors import AttachError
+from autotune.live.argument_checks import inner_of
+from autotune.live.attach import attach, leave_to_model
+from autotune.live.attached import Budget
+from autotune.live.integrations.micro_steps import MicroSteps
+from autotune.live.tuner import LiveTuner
+from autotune.mechanics.watching_hooks import WatchingHook
+
+
+def checkpoint(
+    model: nn.Module,
+    memory_budget: Budget,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulation_steps: int = 1,
+) -> LiveTuner:
+    """Recompute as few activations as a memory budget allows, in a loop that stays as it is.
+
+    Call it after the optimizer was made and before the first step::
+
+        autotune.checkpoint(model, memory_budget="8GB")
+
+    Training stays bit-identical. It is :func:`autotune.attach` in mode ``exact`` with the policy ``exact``; the steps
+    are seen from the model's forward passes and the optimizer's steps, so that nothing is called in the loop. A loop
+    that calls the model more than once for one backward pass is left with a warning.
+
+    Args:
+        model: the model as the loop calls it, on its device.
+        memory_budget: bytes, a size (``"8GB"``), or a function that returns either and is called before every step.
+        optimizer: its optimizer; ``None`` finds the one that has the model's parameters.
+        accumulation_steps: batches that the loop accumulates before each update.
+
+    Returns:
+        The tuner, which need not be kept; ``autotune.detach(model)`` leaves the model as it was.
+
+    Raises:
+        AttachError: if no optimizer or several have the model's parameters, or as :func:`autotune.attach`.
+    """
+    chosen = _optimizer_of(inner_of(model)) if optimizer is None else optimizer
+    tuner = attach(
+        model,
+        chosen,
+        policy="exact",
+        memory_budget_bytes=memory_budget,
+        accumulation_steps=accumulation_steps,
+        runs_dir=None,
+    )
+    if tuner.attached:
+        _Steps(model, chosen, tuner)
+        leave_to_model(tuner)
+    return tuner
+
+
+def _optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the one optimizer that has parameters of a model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    found: list[torch.optim.Optimizer] = [
+        one
+        for one in gc.get_objects()
+        # Some modules answer isinstance() with a warning.
+        if issubclass(type(one), torch.optim.Optimizer)
+        and any(id(parameter) in own for group in getattr(one, "param_groups", ()) for parameter in group["params"])
+    ]
+    if len(found) != 1:
+        told = "several optimizers have" if found else "no optimizer has"
+        raise AttachError(
+            f"{told} parameters of this model", where="checkpoint", allowed="optimizer=, or a call after it was made"
+        )
+    return found[0]
+
+
+class _Steps:
+    """Hooks that tell a tuner of the steps of a loop; they leave with it.
+
+    Args:
+        model: the model as the loop calls it.
+        optimizer: its optimizer.
+        tuner: the tuner.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, tuner: LiveTuner) -> None:
+        self._tuner = tuner
+        self._came_back = False
+        # These hooks keep the tuner alive as long as the model; those of the optimizer must not.
+        self._handles = [model.register_forward_pre_hook(WatchingHook(self._before))]
+        self._passes = MicroSteps(model, tuner)
+        # The last hook, which may remove the others: torch does not expect that of earlier ones.
+        self._handles.append(model.register_forward_hook(WatchingHook(self._after)))
+        this = weakref.ref(self)
+
+        def updating(*_: object) -> None:
+            if (steps := this()) is not None:
+                steps._passes.update()
+
+        def updated(*_: object) -> None:
+            if (steps := this()) is not None:
+                steps._end()
+
+        self._handles += [optimizer.register_step_pre_hook(updating), optimizer.register_step_post_hook(updated)]
+        self._passes.begin()
+
+    def _before(self, module: nn.Module, _args: object) -> None:
+        if self._came_back and module.training and torch.is_grad_enabled():
+            # A backward pass has run since the last forward pass, and no update: the loop accumulates.
+            self._came_back = False
+            self._passes.next()
+
+    def _after(self, module: nn.Module, _args: object, output: Any) -> None:
+        if not self._tuner.attached:
+            self._leave()
+        elif module.training and torch.is_grad_enabled():
+            for leaf in torch.utils._pytree.tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._backward_began)
+                    return
+
+    def _backward_began(self, _gradient: torch.Tensor) -> None:
+        self._came_back = True
+
+    def _end(self) -> None:
+        self._came_back = False
+        self._passes.end(stepped=True)
+        if self._tuner.attached:
+            self._passes.begin()
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._passes.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

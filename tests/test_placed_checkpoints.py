@@ -1,0 +1,104 @@
+"""One line places recomputation in a loop that stays as it is: the same bits in less memory, and no trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from small_jobs import differences
+from small_models import TinyGPT
+from torch import nn
+
+import autotune
+from autotune import AttachError
+from autotune.mechanics import controls
+from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
+
+STEPS, BATCH = 14, 256
+
+
+def gpt() -> TinyGPT:
+    torch.manual_seed(0)
+    return TinyGPT()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, accumulated: int = 1) -> list[float]:
+    losses = []
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(2)
+    for step in range(STEPS):
+        for _ in range(accumulated):
+            tokens = torch.randint(8, (BATCH, 4), generator=generator)
+            loss = model(tokens).square().mean() / accumulated
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 5 == 4:
+            with torch.no_grad():
+                model(tokens)
+    return losses
+
+
+def peak(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    tokens = torch.ones(BATCH, 4, dtype=torch.long)
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.metering(resident_tensors(model, optimizer, [tokens])):
+        model(tokens).square().mean().backward()
+    optimizer.zero_grad()
+    assert meter.peak_bytes is not None
+    return meter.peak_bytes
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_loop_trains_to_the_same_bits_and_recomputes_what_the_budget_demands(accumulated: int):
+    model = gpt()
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected = train(model, optimizer, accumulated)
+    own = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    budget = int(0.7 * peak(other, own))
+    tuner = autotune.checkpoint(other, memory_budget=budget, accumulation_steps=accumulated)
+    assert train(other, own, accumulated) == expected
+    assert tuner.attached
+    assert tuner.status["steps"] == STEPS
+    assert differences(dict(other.named_parameters()), dict(model.named_parameters())) == []
+    assert sum(controls.recomputations(other).values()) > 0
+    autotune.detach(other)
+    train(other, own)
+    assert controls.recomputations(other) == {}
+    hooks = [vars(part)[name] for part in other.modules() for name in vars(part) if name.endswith("_hooks")]
+    assert not any(hooks)
+    assert not own._optimizer_step_pre_hooks
+    assert not own._optimizer_step_post_hooks
+
+
+def test_without_need_nothing_is_recomputed_and_the_tuner_need_not_be_kept():
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    tuner = weakref.ref(autotune.checkpoint(model, memory_budget="8GB"))
+    gc.collect()
+    train(model, optimizer)
+    assert tuner() is not None
+    assert tuner().attached
+    assert tuner().plan.recomputed == ()
+    del model, optimizer
+    gc.collect()
+    assert tuner() is None
+
+
+def test_an_optimizer_that_is_not_there_or_not_the_only_one_is_asked_for():
+    model = gpt()
+    with pytest.raises(
+        AttachError, match=r"checkpoint: no optimizer has parameters of this model \(allowed: optimizer="
+    ):
+        autotune.checkpoint(model, memory_budget="8GB")
+    kept: list[Any] = [torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.1, 0.2)]
+    with pytest.raises(AttachError, match="several optimizers have parameters of this model"):
+        autotune.checkpoint(model, memory_budget="8GB")
+    assert autotune.checkpoint(model, memory_budget="8GB", optimizer=kept[0]).attached
+    autotune.detach(model)
