@@ -456,7 +456,30 @@ def test_exception_in_forward_propagates(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, model, padded, [callback], remove_unused_columns=False)
     with pytest.raises(RuntimeError, match=r"^mine$"):
         trainer.train()
-    callback.detach()
+    assert callback.tuner is not None
+    assert callback.tuner.detached_because == "the training ended with RuntimeError"
+    assert_untouched(model)
+
+
+def test_an_exception_in_a_traced_step_leaves_no_trace_open(tmp_path: Path) -> None:
+    model = llama()
+    callback = AutotuneCallback("exact", memory_budget_bytes=1, limits=RESTLESS, runs_dir=None)
+    trainer = trainer_for(tmp_path, model, padded, [callback])
+    own = trainer.compute_loss
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        if torch._C._autograd._profiler_enabled():
+            raise KeyError("mine")
+        return found
+
+    trainer.compute_loss = fails
+    with pytest.raises(KeyError, match="mine"):
+        trainer.train()
+    assert callback.tuner is not None
+    assert not callback.tuner.attached
+    assert not torch._C._autograd._profiler_enabled()
+    assert "training_step" not in vars(trainer)
     assert_untouched(model)
 
 

@@ -111,3 +111,19 @@ def test_ranks_of_a_sharded_model_use_the_same_plan_and_stay_bit_identical(
     run_on_ranks("spread_rank.py", tmp_path, ways, ranks=world)
     # Only one rank writes.
     assert len(list(tmp_path.glob("*/*/decisions.jsonl"))) == 2 * len(ways.split(","))
+
+
+@pytest.mark.parametrize(
+    ("ways", "world"),
+    [
+        # A rank that begins a step again keeps no other one waiting.
+        ("parallel", 2),
+        # Ranks that time units differently recompute the same ones from the first step on.
+        ("skewed", 2),
+        pytest.param("nested", 2, marks=pytest.mark.slow),
+        pytest.param("halves", 4, marks=pytest.mark.slow),
+        ("attach_alone", 2),
+    ],
+)
+def test_ranks_that_differ_run_the_same_plans_and_change_no_bit(ways: str, world: int) -> None:
+    run_on_ranks("apart_rank.py", ways, ranks=world)

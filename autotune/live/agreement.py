@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autotune.cost_model.profile import Profile
 from autotune.live.rank_channel import Ranks
-from autotune.plan import Plan, Precision
+from autotune.plan import STORAGES, Plan, Precision, Storage
 
 LOCKED_ELSEWHERE = "another rank's batch speaks against it"
+# Above the position of every storage, from the fastest to the leanest: the unit is locked.
+_LOCKED = float(len(STORAGES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a step needs on the rank that needs most.
+
+    Attributes:
+        length: The largest batch, relative to the profiled one.
+        room: The fewest bytes that a plan may be predicted to need.
+        apart: Whether the ranks' plans may differ, because one of them learns or has locked a unit.
+    """
+
+    length: float
+    room: float
+    apart: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,16 +150,47 @@ class Agreement:
         """
         return self._first_trusts if self.many else own
 
-    def most_demanding(self, length: float, room: float) -> tuple[float, float]:
-        """Return the largest batch size and the smallest room over all ranks.
+    def most_demanding(self, needs: Needs) -> Needs:
+        """Return what the step needs on the rank that needs most.
+
+        Args:
+            needs: What it needs on this rank.
 
         Raises:
             RanksError: If the others cannot be reached.
         """
-        if not self.many:
-            return length, room
-        length, lacking = self._ranks.largest([length, -room])
-        return length, -lacking
+        length, lacking, apart = self._ranks.largest([needs.length, -needs.room, float(needs.apart)])
+        return Needs(length=length, room=-lacking, apart=bool(apart))
+
+    def leanest(
+        self, plan: Plan, names: Sequence[str], locked: Collection[str], precisions: Sequence[Precision]
+    ) -> tuple[Plan, list[str]]:
+        """Return the plan that needs no more memory than any rank's own, and the units that another rank has locked.
+
+        Units may exchange data with other ranks, also where they are recomputed, so all ranks must recompute the same.
+
+        Args:
+            plan: This rank's plan; if the ranks' plans differ in precision, each has one for all of its units.
+            names: The units that may be recomputed, the same ones on all ranks.
+            locked: Those that may not on this rank.
+            precisions: The precisions of plans.
+
+        Raises:
+            RanksError: If the others cannot be reached.
+        """
+        own = precisions.index(next(iter(plan.precision.values()), precisions[0]))
+        wishes = [_LOCKED if name in locked else float(STORAGES.index(plan.storage_of(name))) for name in names]
+        k, precision, *found = self._ranks.largest([plan.accumulation_steps, own, *wishes])
+        storage = dict(plan.storage)
+        for name, wish in zip(names, found, strict=True):
+            chosen = Storage.SAVE if wish == _LOCKED else STORAGES[int(wish)]
+            if chosen is not plan.storage_of(name):
+                storage[name] = chosen
+        changes: dict[str, Any] = {"accumulation_steps": int(k), "storage": storage}
+        if precision != own:
+            changes["precision"] = dict.fromkeys(plan.precision, precisions[int(precision)])
+        elsewhere = [name for name, wish in zip(names, found, strict=True) if wish == _LOCKED and name not in locked]
+        return plan.changed(**changes), elsewhere
 
     def locked_elsewhere(self, names: list[str], locked: Mapping[str, str]) -> list[str]:
         """Return the choices that another rank has locked and this one has not.

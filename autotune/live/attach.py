@@ -41,7 +41,7 @@ from autotune.live.deepspeed_engines import held_bytes, is_engine
 from autotune.live.kill_switches import KILL_VARIABLE, is_disabled, stop_file_in
 from autotune.live.limits import Limits, Mode, Stage
 from autotune.live.mlflow_process import follow
-from autotune.live.rank_channel import Ranks, RanksError, is_flattened
+from autotune.live.rank_channel import Ranks, RanksError, is_flattened, is_spread
 from autotune.live.settings import Settings, settings_of, without_settings
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import controls, devices
@@ -168,6 +168,7 @@ def attach(
         total_steps=None if total_steps is None else int(total_steps),
         adaptive=adaptive,
         lr_rule=settings.lr_rule,
+        spread=is_spread(inner),
         bucket_bytes=_bucket_bytes(model) if sharded is None else held_bytes(sharded, inner),
         accumulation_steps=batches,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from autotune.agents.policy import PlanningPolicy
 from autotune.cost_model.profile import Profile
 from autotune.gym.observation import Observation
-from autotune.live.agreement import LOCKED_ELSEWHERE, Agreement, Decision
+from autotune.live.agreement import LOCKED_ELSEWHERE, Agreement, Decision, Needs
 from autotune.live.attached import Attached, Step, StepAhead
 from autotune.live.cut_trials import CutTrials
 from autotune.live.deciding import Decider, RecordedPolicy, reserve_of
@@ -35,7 +35,7 @@ from autotune.mechanics import controls
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.step_trace import Phase
-from autotune.plan import Plan
+from autotune.plan import Plan, Storage
 from autotune.profiling.own_time import OwnTime
 from autotune.profiling.step_peaks import StepPeaks
 from autotune.profiling.step_signature import Signature
@@ -85,8 +85,12 @@ class Pilot:
         self.step = self.switches = self.placed = self.over_budget = 0
         # Whether no plan is known to fit the running step.
         self._unfitting = False
-        # Until all ranks have a profile, each controls its own steps; then the first rank decides for all.
+        # Until all ranks have a profile, each asks for its own steps; then the first rank decides for all.
         self._agreement = Agreement(ranks)
+        # With several ranks: the last step that they planned, the bytes of this rank's batch, and the plan.
+        self._together = (-1, 0, self.plan)
+        # What this rank had locked when it last told the others.
+        self._locks_told: set[str] = set()
         self._follows = attached.limits.follow_batches and isinstance(policy, PlanningPolicy)
         # Batch bytes of the profile that the policy planned from, whether a newer profile exists, and the profile in
         # use.
@@ -189,9 +193,11 @@ class Pilot:
             # The share of reserved memory that steps leave unused is still being learnt.
             self._budget.read_device(self._fragments)
         budget, self._size = self._budget.read(self.step, self._fragments), ahead.largest_bytes
-        plan = self._profiler.plan_for(ahead, budget) if learns else None
-        if plan is None:
-            plan = self._plan_ahead(ahead)
+        lesson = self._profiler.plan_for(ahead, budget) if learns else None
+        if self._agreement.many and self.attached.stage is Stage.ACT:
+            plan = self._plan_together(ahead, lesson)
+        else:
+            plan = lesson or self._plan_ahead(ahead, self.phase.share(ahead.largest_bytes), self._room)
         # Planning from the first profile is part of learning, too.
         self.time.learns = learns or self._profiler.watching
         every = self.attached.limits.statistics_every
@@ -312,6 +318,8 @@ class Pilot:
         """
         self.abandon_step()
         self.log.write("out of memory", self.step, plan=self.plan, smallest_k=k, reason=reason)
+        # All ranks run the step again, under another plan.
+        self._together = (-1, 0, self.plan)
         self._profiler.raise_k(k, reason)
         phase = self.phase
         if isinstance(phase, Unprofiled):
@@ -354,13 +362,49 @@ class Pilot:
         self.log.write("tripped", self.step, reason=reason, trips=len(self.breaker.trips), open=self.breaker.open)
         self.phase.decide_on(self.phase.fallback(self._room, self._length()))
 
-    def _plan_ahead(self, ahead: StepAhead) -> Plan:
-        """Return the plan of a step that profiling does not need; the step may still be watched."""
+    def _plan_together(self, ahead: StepAhead, lesson: Plan | None) -> Plan:
+        """Return the plan of a step on several ranks, the same on all of them.
+
+        Args:
+            ahead: The step.
+            lesson: The plan that this rank would learn from; ``None`` for an ordinary step.
+        """
+        profiler, agreement, size = self._profiler, self._agreement, ahead.largest_bytes
+        step, planned_bytes, plan = self._together
+        if step != self.step:
+            apart = lesson is not None or profiler.locks.keys() != self._locks_told
+            own = Needs(length=self.phase.share(size), room=self._room, apart=apart)
+            needs = agreement.most_demanding(own)
+            plan = self._plan_ahead(ahead, needs.length, needs.room, lesson)
+            if needs.apart:
+                names, locks = self.attached.space.recomputable, profiler.locks
+                plan, elsewhere = agreement.leanest(plan, names, locks.keys(), self.attached.space.precisions)
+                self._take_news(profiler.bar(dict.fromkeys(elsewhere, LOCKED_ELSEWHERE)))
+                self._locks_told = set(profiler.locks)
+            plan = _without(plan, profiler.locks)
+        elif size > planned_bytes and not self.attached.spread:
+            # Only this rank begins again, or all do: the others cannot be asked.
+            plan = profiler.leanest
+        self._together = (self.step, size, plan)
+        profiler.run_under(plan)
+        return plan
+
+    def _plan_ahead(self, ahead: StepAhead, length: float, room: float, lesson: Plan | None = None) -> Plan:
+        """Return the plan of a step that profiling does not need; the step may still be watched.
+
+        Args:
+            ahead: The step.
+            length: The size of its batch, or of another rank's larger one, relative to the profiled batch.
+            room: Bytes that the plan may be predicted to need.
+            lesson: The plan that this rank would learn from, if other ranks have no profile either.
+        """
         profiler, size = self._profiler, ahead.largest_bytes
         if profiler.complete and profiler.profile is not self._taken and not self._agreement.many:
             self._take_profile()
-        plan = self._placed_plan(size)
-        if self._is_news(ahead.signature):
+        plan = self._placed_plan(length, room)
+        if lesson is not None:
+            plan = lesson if isinstance(self.phase, Unprofiled) else plan.changed(storage=lesson.storage)
+        elif self._is_news(ahead.signature):
             plan = profiler.leanest
             profiler.look_at(plan, ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
@@ -377,7 +421,7 @@ class Pilot:
             return False
         return self._profiler.complete and not self._profiler.knowledge.knows(signature)
 
-    def _placed_plan(self, size: int) -> Plan:
+    def _placed_plan(self, length: float, room: float) -> Plan:
         """Return the plan for a batch: the decided one, with the storage that fits the batch and the budget best."""
         budget = self._budget.latest
         if self.attached.stage is Stage.OBSERVE or self.breaker.open:
@@ -385,7 +429,6 @@ class Pilot:
         if isinstance(self.phase, Unprofiled):
             # Nothing can be predicted yet: the user's own profiler runs, or other ranks have no profile.
             return self._profiler.leanest if budget is not None and self._profiler.probed else self.phase.baseline
-        length, room = self._agreement.most_demanding(self.phase.share(size), self._room)
         trusted = self._agreement.trusted(self.breaker.allows(self.step))
         found = self.phase.place(length, room, follows=self._follows and trusted)
         if found.least_bytes is not None:
@@ -717,3 +760,10 @@ class Pilot:
     def too_expensive(self) -> bool:
         """Return whether the tuner takes a larger share of the run's time than allowed."""
         return self.time.is_too_expensive(self.step, self._profiler.probes.seconds, self.attached.limits.overhead_frac)
+
+
+def _without(plan: Plan, locks: Collection[str]) -> Plan:
+    """Return a plan that does not recompute what is locked."""
+    if not any(name in locks for name in plan.recomputed):
+        return plan
+    return plan.changed(storage={name: Storage.SAVE if name in locks else one for name, one in plan.storage.items()})

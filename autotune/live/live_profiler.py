@@ -130,6 +130,11 @@ class LiveProfiler:
         self._use = next(self._upcoming, None)
         return None if self._use is None else self._use.plan
 
+    def run_under(self, plan: Plan) -> None:
+        """Note that the next step runs under another plan than was asked for, because other ranks need it."""
+        if self._use is not None:
+            self._use.run_under(plan)
+
     def look_at(self, plan: Plan, ahead: StepAhead) -> None:
         """Trace the next step because it is unlike all traced steps.
 

@@ -16,16 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autotune.errors import AttachError
 from autotune.live.deepspeed_engines import is_engine
 
 # All messages have the same number of values, so that ranks can combine a departing rank's last message with their own
 # next message. The first value says whether a rank is leaving.
-_WIDTH = 16
+_WIDTH = 64
 
 
 def is_spread(model: nn.Module) -> bool:
     """Tell whether a model's parameters are spread over ranks, as by ``fully_shard()`` or tensor parallelism."""
-    return is_flattened(model) or any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    return is_flattened(model) or any(
+        hasattr(parameter, "device_mesh") or hasattr(parameter, "_st_info") for parameter in model.parameters()
+    )
 
 
 def is_flattened(model: nn.Module) -> bool:
@@ -33,8 +36,40 @@ def is_flattened(model: nn.Module) -> bool:
     return type(model).__name__ == "FullyShardedDataParallel"
 
 
+def _members_of(model: nn.Module) -> list[int]:
+    """Return the ranks that train a model together; none if this one trains it alone."""
+    if is_engine(model):
+        engine: Any = model
+        return dist.get_process_group_ranks(engine.data_parallel_group)
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    everybody = list(range(dist.get_world_size()))
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        # Of ranks that split layers as well, each group has others of its own.
+        return everybody if is_spread(model.module) else dist.get_process_group_ranks(model.process_group)
+    if not is_spread(model):
+        return []
+    meshes = {id(mesh): mesh for parameter in model.parameters() if (mesh := getattr(parameter, "device_mesh", None))}
+    groups = sorted((set(mesh.mesh.flatten().tolist()) for mesh in meshes.values()), key=len)
+    return sorted(groups[-1]) if groups and all(group <= groups[-1] for group in groups) else everybody
+
+
 class RanksError(Exception):
     """The ranks could not agree; the run goes on without the tuner."""
+
+
+def _group_of(members: list[int], timeout_s: float) -> Any:
+    try:
+        # Other ranks may train another model meanwhile.
+        return dist.new_group(
+            members, backend="gloo", timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
+        )
+    except RuntimeError as error:
+        raise AttachError(
+            f"not all of the {len(members)} ranks that train the model have attached within {timeout_s:g} s ({error})",
+            where="attach",
+            allowed="autotune.attach() on each of them, in the same order of models",
+        ) from error
 
 
 class Ranks:
@@ -47,6 +82,9 @@ class Ranks:
     Args:
         model: the model as the user calls it.
         timeout_s: seconds that a rank waits for the others.
+
+    Raises:
+        AttachError: if the others do not attach in time.
     """
 
     def __init__(self, model: nn.Module, timeout_s: float) -> None:
@@ -54,17 +92,10 @@ class Ranks:
         # The handle of the asynchronous message sent on leaving, kept alive until it has been sent.
         self._farewell: Any = None
         self.rank, self.world = 0, 1
-        theirs: Any = None
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            theirs = model.process_group
-        elif is_engine(model):
-            theirs = model.data_parallel_group
-        elif dist.is_available() and dist.is_initialized() and is_spread(model):
-            theirs = dist.group.WORLD
-        if theirs is not None and dist.is_initialized() and dist.get_world_size(theirs) > 1:
-            self.rank, self.world = dist.get_rank(theirs), dist.get_world_size(theirs)
-            members = dist.get_process_group_ranks(theirs)
-            self._group = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_s))
+        members = _members_of(model)
+        if len(members) > 1:
+            self.rank, self.world = members.index(dist.get_rank()), len(members)
+            self._group = _group_of(members, timeout_s)
             self._first = members[0]
 
     @property
@@ -83,6 +114,10 @@ class Ranks:
         """
         if not self.many:
             return list(values)
+        room = _WIDTH - 1
+        return [value for start in range(0, len(values), room) for value in self._largest(values[start : start + room])]
+
+    def _largest(self, values: Sequence[float]) -> list[float]:
         table = torch.zeros(_WIDTH, dtype=torch.float64, device="cpu")
         table[1 : len(values) + 1] = torch.tensor(list(values), dtype=torch.float64, device="cpu")
         try:

@@ -34,6 +34,10 @@ class Use:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
+    def run_under(self, plan: Plan) -> None:
+        """Take another plan for the step."""
+        self.plan = plan
+
     def begin(self) -> None:
         """Begin to watch, after the plan has been applied and before any pass."""
 
@@ -151,6 +155,11 @@ class Tracing(Timing):
         self.gradient_bytes = 0
         self.static_bytes = 0
         self._residents: set[int] = set()
+
+    def run_under(self, plan: Plan) -> None:
+        """Take another plan for the step; nothing is predicted for that one."""
+        self.expected = self.expected if plan == self.plan else None
+        super().run_under(plan)
 
     def begin(self) -> None:
         """Note what is alive, and begin to trace."""

@@ -12,6 +12,7 @@ passes that save show by how much results differ, and recomputing may differ by 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -223,6 +224,9 @@ def structural_lock(module: nn.Module) -> str | None:
     """Return why a unit cannot be recomputed, as known without a probe; ``None`` if there is no such reason."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "it is compiled in place; compile it as `block = torch.compile(block)` instead"
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    if any(isinstance(part, sharded) for part in module.modules() if part is not module):
+        return "fully_shard() was called on a part of it, whose weights only the part's own hooks gather"
     return None
 
 

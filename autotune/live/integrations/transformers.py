@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -127,8 +128,8 @@ class AutotuneCallback(_Callback):
 
     Plans change between optimizer steps. With gradient accumulation a step is planned for the largest micro-batch so
     far, since the Trainer does not show later ones in advance. ``Limits.statistics_every`` is not used: the Trainer
-    shows gradients only after clipping. The Trainer does not notify callbacks of an exception that ends training; call
-    :meth:`detach` in that case.
+    shows gradients only after clipping. An exception in a training step detaches the tuner; of one in the update, the
+    data or another callback the Trainer does not notify callbacks: call :meth:`detach` in that case.
 
     ::
 
@@ -140,12 +141,17 @@ class AutotuneCallback(_Callback):
     modes = (Mode.EXACT, Mode.TOLERANT)
     fixed = "k"
     _micro_steps: MicroSteps | None = None
+    _guarded: Trainer | None = None
 
     def detach(self, reason: str = "detach() was called") -> None:
         """Restore the model; training continues."""
         if self._micro_steps is not None:
             self._micro_steps.close()
             self._micro_steps = None
+        if self._guarded is not None:
+            if isinstance(vars(self._guarded).get("training_step"), _GuardedStep):
+                del self._guarded.training_step
+            self._guarded = None
         super().detach(reason)
 
     def _callable(self, args: TrainingArguments, model: nn.Module) -> nn.Module:
@@ -159,6 +165,10 @@ class AutotuneCallback(_Callback):
 
     def _watch(self, model: nn.Module, tuner: LiveTuner) -> None:
         self._micro_steps = MicroSteps(model, tuner)
+        trainer = _running_trainer()
+        if trainer is not None and "training_step" not in vars(trainer):
+            trainer.training_step = _GuardedStep(trainer.training_step, self.detach)  # type: ignore[method-assign]
+            self._guarded = trainer
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -193,6 +203,38 @@ class AutotuneCallback(_Callback):
         """Let the tuner decide about the next steps."""
         if self._micro_steps is not None:
             self._micro_steps.end(stepped=not getattr(optimizer, "step_was_skipped", False))
+
+
+class _GuardedStep:
+    """A Trainer's ``training_step``; an exception in it detaches the tuner before it ends the training.
+
+    Args:
+        step: the Trainer's own.
+        detach: detaches, given a reason.
+    """
+
+    def __init__(self, step: Callable[..., torch.Tensor], detach: Callable[[str], None]) -> None:
+        self._step = step
+        self._detach = detach
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the step."""
+        try:
+            return self._step(*args, **kwargs)
+        except BaseException as error:
+            self._detach(f"the training ended with {type(error).__name__}")
+            raise
+
+
+def _running_trainer() -> Trainer | None:
+    """Return the Trainer whose training calls this function: callbacks are not handed it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    return None
 
 
 class TunedTrainer(Trainer):
