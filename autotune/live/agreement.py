@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.choices import STORAGES
 from autotune.cost_model.profile import Profile
 from autotune.live.rank_channel import Ranks
-from autotune.plan import STORAGES, Plan, Precision, Storage
+from autotune.plan import Plan, Precision, Storage
 
 LOCKED_ELSEWHERE = "another rank's batch speaks against it"
 # Above the position of every storage, from the fastest to the leanest: the unit is locked.
