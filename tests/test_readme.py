@@ -16,7 +16,7 @@ def test_python_blocks_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     blocks = [code for language, code in BLOCKS if language == "python"]
     assert len(blocks) >= 3
-    names: dict = {"__name__": "readme"}
+    names: dict = {"__name__": "__main__"}
     for code in blocks:
         exec(compile(code, "README.md", "exec"), names)
     assert names["result"]["against_baseline"]
