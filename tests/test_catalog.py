@@ -97,7 +97,7 @@ def test_unknown_name_is_rejected_with_the_known_ones(reference):
 @pytest.mark.parametrize(
     ("attribute", "message"),
     [
-        ("missing", r"'missing' is not an autotune.Job \(allowed: a Job, or a function that returns one\)"),
+        ("missing", r"'missing' does not exist \(allowed: job, other\)"),
         ("not_a_job", r"'not_a_job' is not an autotune.Job"),
         ("make_nothing", r"'make_nothing' is not an autotune.Job"),
         ("make_with", r"make_with.*argument"),

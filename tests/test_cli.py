@@ -82,7 +82,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     "unknown job": lambda f: (["tune", "nope"], "charlm"),
     "missing file": lambda f: (["tune", "nope.py:job"], "existing .py file"),
     "missing module": lambda f: (["tune", "no_such_module:job"], "no_such_module"),
-    "attribute that is no job": lambda f: (["tune", f"{JOB}:nothing"], "a Job"),
+    "attribute that is no job": lambda f: (["tune", f"{JOB}:nothing"], "'nothing' does not exist (allowed: make, job,"),
     "budget that is no size": lambda f: (["tune", str(JOB), "--memory-budget", "banana"], "20GiB"),
     "budget of zero": lambda f: (["tune", str(JOB), "--memory-budget", "0%"], "share"),
     "budget without a unit": lambda f: (["tune", str(JOB), "--memory-budget", "40"], "20GiB"),

@@ -108,7 +108,7 @@ def test_doctor_says_how_to_install_what_is_missing_and_fails_if_runs_cannot_be_
     assert run(["doctor", "--runs-dir", str(tmp_path / "runs")]) == 0
     assert "pip install 'ray[client]" in capsys.readouterr().out
     (tmp_path / "file").touch()
-    assert run(["doctor", "--runs-dir", str(tmp_path / "file"), "--json"]) == 1
+    assert run(["doctor", "--runs-dir", str(tmp_path / "file"), "--json"]) == 2
     assert "writable" in json.loads(capsys.readouterr().out)["runs_writable"]
 
 

@@ -12,16 +12,22 @@ from autotune.cli.console import JsonOption, RunsOption
 from autotune.extras import EXTRAS, install_command, is_installed
 
 
-def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False) -> int:
+def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False) -> None:
     """Show versions, the device, its useful precisions, memory, load, the jobs, and what is missing, with remedies.
 
-    The exit code is 1 if runs cannot be written.
+    The exit code is 2 if runs cannot be written.
     """
+    from autotune.records.run_directory import require_writable
+
     document = _examine(runs_dir)
-    code = 0 if document["runs_writable"] == "yes" else 1
     if as_json:
         shared.print_json(document)
-        return code
+    else:
+        _show(document)
+    require_writable(runs_dir)
+
+
+def _show(document: dict[str, Any]) -> None:
     document["memory"] = format_bytes(document.pop("memory_bytes"))
     document["extras"] = {
         name: "yes" if there else f"no; to install: {install_command(name)}"
@@ -33,7 +39,6 @@ def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False) -> 
     for key, value in document.items():
         table.add_row(key.replace("_", " "), _text(value))
     shared.console(as_json=False).print(table)
-    return code
 
 
 def _examine(runs: Path) -> dict[str, Any]:

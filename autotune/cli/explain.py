@@ -138,6 +138,7 @@ class _Explained:
 def _explain(subject: str, job: str | None, runs: Path) -> _Explained:
     from autotune.agents.rules import RULES, rule_plan
     from autotune.errors import InputError
+    from autotune.plan import Plan
     from autotune.profiling.profile_cache import find_profile
     from autotune.records.results import trials_of
     from autotune.records.run_directory import RunDirectory
@@ -167,6 +168,7 @@ def _explain(subject: str, job: str | None, runs: Path) -> _Explained:
 
 def _explain_run(path: Path, job: str | None, runs: Path) -> _Explained:
     """Explain a run's plan by its own profile; without one, the job is loaded to know its units."""
+    from autotune.plan import Plan
     from autotune.profiling.profile_cache import find_profile, read_profile
     from autotune.records.results import trials_of
     from autotune.records.run_directory import PROFILE, RunDirectory
