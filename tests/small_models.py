@@ -107,3 +107,13 @@ class ReplacedBuffers(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def has_bf16_lstm() -> bool:
+    """Return whether this CPU has a kernel of an LSTM in bf16; those without AVX-512 have none."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(2, 2)(torch.ones(3, 1, 2))
+    except RuntimeError:
+        return False
+    return True

@@ -97,7 +97,7 @@ def test_without_a_target_whole_runs_are_compared_per_sample() -> None:
 def test_a_job_without_a_target_is_compared_by_time_and_memory_per_sample(tmp_path: Path) -> None:
     job = tiny_job.make(target=None, max_steps=10, evaluate_every=5)
     assert find_horizon(job) == 10 * job.batch_size
-    document = autotune.compare(job, ["recompute-all"], seeds=2, runs_dir=tmp_path)
+    document = autotune.compare(job, ["sqrt"], seeds=2, runs_dir=tmp_path)
     assert document["metric"] == {"goal": "min", "target": None, "margin": 0.005}
     for arm in document["arms"]:
         for run in arm["runs"]:
@@ -297,8 +297,9 @@ def test_a_plan_file_is_an_arm_and_a_live_arm_lists_its_plans(tmp_path: Path) ->
     assert arms["mine"]["plan"]["accumulation_steps"] == 2
     assert arms["mine"]["plan"]["precision"]["head"] == "bf16"
     for arm in arms.values():
-        assert {run["samples"] for run in arm["runs"]} == {found["horizon_samples"]}
         for run in arm["runs"]:
+            # The last step of an adaptive run is not cut.
+            assert 0 <= run["samples"] - found["horizon_samples"] < 4 * job.batch_size
             assert ("plans" in run) == ("plan" not in arm)
 
 

@@ -88,7 +88,9 @@ def test_missing_library_is_named_with_its_install_command(monkeypatch: pytest.M
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(optimizers.importlib, "import_module", missing)
-    with pytest.raises(InputError, match=r'pytorch_optimizer is missing \(allowed: pip install "autotune-rl\[optim'):
+    with pytest.raises(
+        InputError, match=r"pytorch_optimizer is not installed \(allowed: pip install .*pytorch-optimizer"
+    ):
         load_job("charlm+lion")
 
 
