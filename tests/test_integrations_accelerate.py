@@ -16,11 +16,17 @@ from autotune import AttachError
 accelerate = pytest.importorskip("accelerate")
 
 
-@pytest.fixture(autouse=True)
-def _forget_the_accelerator() -> Any:
-    yield
+def forget() -> None:
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _forget_the_accelerator() -> Any:
+    # Trainers of other tests leave one behind, too.
+    forget()
+    yield
+    forget()
 
 
 def prepared(**arguments: Any) -> tuple[Any, nn.Module, Any, Any]:

@@ -108,8 +108,12 @@ def test_network_decides_under_another_default_dtype(dtype: torch.dtype) -> None
         policy = LearnedPolicy(PolicyNetwork())
     run = Run(policy=policy, mode="tolerant", memory_budget_bytes=10**9)
     assert run.tuner is not None
-    with default_dtype(dtype):
-        run.train(20)
+    # What the network proposes depends on measured times.
+    for _ in range(5):
+        with default_dtype(dtype):
+            run.train(20)
+        if run.tuner.status["switches"]:
+            break
     assert run.tuner.status["switches"]
     assert not run.tuner.status["trips"]
     run.tuner.detach()
