@@ -1,6 +1,6 @@
-"""Say what the benchmark files say, in the words of the README; a test holds the README to it.
+"""Say what the benchmark files say, in the words of the README and docs/; a test holds them to it.
 
-python .github/figures.py    # print every figure, to be put into the README after a benchmark ran anew
+python .github/figures.py    # print every figure, to be put into the pages after a benchmark ran anew
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def search() -> Iterator[str]:
 
 
 def figures() -> list[str]:
-    """Return everything that the README must say, word for word but for line breaks."""
+    """Return everything that the README and docs/ must say, word for word but for line breaks."""
     return [
         *demo(),
         *attached(),

@@ -54,6 +54,7 @@ def test_extending_page_adds_a_working_search_rule_policy_and_export_format(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("measuring_precisions")
 def test_page_on_your_own_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
