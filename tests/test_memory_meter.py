@@ -249,6 +249,7 @@ def peaks_of(job: str, plan: Plan) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["charlm", "digits"])
+@pytest.mark.usefixtures("measuring_precisions")
 def test_metered_peak_is_within_3_percent_of_the_kernel_for_8_random_plans(name):
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("/proc/self/clear_refs cannot be written on this system")
