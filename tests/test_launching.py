@@ -208,7 +208,7 @@ def test_compiled_units_train_like_uncompiled_units_under_every_kind_of_plan() -
         for engine in (plain, compiled):
             engine.apply(plan)
             windows.append(engine.run(3))
-        assert windows[1].failure is None
+        assert windows[1].failure is None, windows[1].failure_detail
         assert windows[1].loss == pytest.approx(windows[0].loss, rel=2e-3)
     assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
 
