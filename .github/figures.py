@@ -1,4 +1,4 @@
-"""Say what the benchmark files say, in the words of the README and docs/; a test holds them to it.
+"""The figures of the benchmark files in the words of README.md and docs/, which a test compares.
 
 python .github/figures.py    # print every figure, to be put into the pages after a benchmark ran anew
 """

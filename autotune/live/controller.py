@@ -763,7 +763,7 @@ class Pilot:
 
 
 def _without(plan: Plan, locks: Collection[str]) -> Plan:
-    """Return a plan that does not recompute what is locked."""
-    if not any(name in locks for name in plan.recomputed):
+    """Return a plan that saves what is locked."""
+    if all(plan.storage_of(name) is Storage.SAVE for name in locks):
         return plan
     return plan.changed(storage={name: Storage.SAVE if name in locks else one for name, one in plan.storage.items()})

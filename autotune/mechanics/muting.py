@@ -26,13 +26,8 @@ def muted(untold: list[logging.LogRecord] | None = None) -> Iterator[None]:
     Args:
         untold: list to which the suppressed log records are added.
     """
-    with _replaced():
-        former = _heard()
-        _thread.heard = (untold, True)
-        try:
-            yield
-        finally:
-            _thread.heard = former
+    with _hearing(untold, silent=True):
+        yield
 
 
 @contextmanager
@@ -46,18 +41,25 @@ def telling(untold: Sequence[logging.LogRecord]) -> Iterator[None]:
         yield
         return
     told: list[logging.LogRecord] = []
-    with _replaced():
-        former = _heard()
-        _thread.heard = (told, False)
-        try:
-            yield
-        finally:
-            _thread.heard = former
+    with _hearing(told, silent=False):
+        yield
     met = set(map(_text_of, told))
     for record in untold:
         if _text_of(record) not in met:
             met.add(_text_of(record))
             logging.getLogger(record.name).handle(record)
+
+
+@contextmanager
+def _hearing(records: list[logging.LogRecord] | None, *, silent: bool) -> Iterator[None]:
+    """Run the body, and add this thread's log records to a list; if silent, nothing else receives its messages."""
+    with _replaced():
+        former = _heard()
+        _thread.heard = (records, silent)
+        try:
+            yield
+        finally:
+            _thread.heard = former
 
 
 def _text_of(record: logging.LogRecord) -> tuple[str, int, str]:
