@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
-.PHONY: demo test test-slow check bench clean help
+.PHONY: demo test test-slow fuzz check bench clean help
 help:
 	@echo "make demo   tune and compare a real training job (ten to fifteen minutes)"
 	@echo "make test   the test suite (a few minutes)"
-	@echo "make check  formatting, lint, types"
+	@echo "make fuzz   hostile command lines and documents, five times as many as the tests try"
+	@echo "make check  formatting, lint, types, and the pages in docs/ (build/site/)"
 	@echo "make bench  the benchmarks, hours of them; results as JSON in runs/benchmarks/<device>/"
 	@echo "make clean  remove .venv, caches and builds (runs/ is kept)"
 
@@ -35,10 +36,14 @@ test: $(DEV)
 test-slow: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
+fuzz: $(DEV)
+	FUZZ_EFFORT=1 $(BIN)/python -m pytest -q -n 2 tests/fuzz
+
 check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(STAMP)
 	$(BIN)/autotune bench all

@@ -118,7 +118,7 @@ def run(make: Callable[[], nn.Module]) -> None:
         told: list[Any] = [None] * world
         dist.all_gather_object(told, plans)
         assert all(one == plans for one in told), told
-        assert make is not skewed or len(set(plans)) > 1, plans
+        assert make is not skewed or any("r" in plan and "s" in plan for plan in plans), plans
 
 
 def attach_alone() -> None:

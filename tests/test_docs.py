@@ -1,13 +1,16 @@
 """Tests of the pages in docs/: their code runs, and the files that they name exist."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import autotune
 from autotune.cli.main import run
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +69,43 @@ def test_page_on_your_own_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert measured["peak_bytes"] <= measured["memory_budget_bytes"]
     assert names["document"]["metric"]["target"] is None
     assert names["document"]["against_baseline"][0]["memory_ratio"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("measuring_precisions")
+def test_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "page"}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), flags=re.DOTALL):
+        exec(compile(code, "docs/index.md", "exec"), names)
+    assert names["tuner"].plan.storage.keys() == names["plan"].storage.keys()
+
+
+def test_reference_page_has_every_public_name() -> None:
+    found = re.findall(r"^::: autotune\.[\w.]*?(\w+)$", (ROOT / "docs" / "python.md").read_text(), flags=re.MULTILINE)
+    assert sorted(found) == sorted(set(autotune.__all__) - {"__version__"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    ["plain_loop.py", "trainer_lora.py", "lightning_module.py", "own_agent.py", "ranks.py ddp", "ranks.py fsdp"],
+)
+def test_examples_run(line: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    name, *rest = line.split()
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if rest else []
+    command = [sys.executable, *launcher, str(ROOT / "examples" / name), *rest]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "loss" in done.stdout or "reward" in done.stdout
+
+
+def test_every_example_is_listed_and_tested() -> None:
+    names = {path.name for path in (ROOT / "examples").glob("*.py")}
+    listed = set(re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples" / "README.md").read_text()))
+    assert names == listed == {"plain_loop.py", "trainer_lora.py", "lightning_module.py", "own_agent.py", "ranks.py"}
 
 
 def test_files_named_in_the_pages_exist() -> None:

@@ -18,11 +18,12 @@ import documents
 import pytest
 import record
 import uses
+from effort import EFFORT
 
 HERE = Path(__file__).resolve().parent
 # Forbidden outcomes. The example of a finding gives the number of the mutant and the place in the package.
 HARM = ("foreign", "breach", "several lines", "long", "slow")
-SHORT = 30
+SHORT = 15
 
 
 @pytest.fixture
@@ -72,23 +73,23 @@ QUICK = [name for name, use in uses.USES.items() if use.share >= 0.1]
 def test_a_few_mutants_of_every_document_do_no_harm(scratch: Path) -> None:
     found = put_to_use(scratch, QUICK, seed=0, count=SHORT, timeout_s=250)
     totals = require_harmless(found, QUICK)
-    assert totals["accepted"] > 100
+    assert totals["accepted"] > 50
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_forty_thousand_mutants_do_no_harm(scratch: Path) -> None:
+def test_many_mutants_of_every_document_do_no_harm(scratch: Path) -> None:
     names = list(uses.USES)
     halves = [names[::2], names[1::2]]
     with ThreadPoolExecutor(2) as pool:
         runs = [
-            pool.submit(put_to_use, scratch, half, seed=seed, count=2_000, timeout_s=3000)
+            pool.submit(put_to_use, scratch, half, seed=seed, count=int(2_000 * EFFORT), timeout_s=3000)
             for seed, half in enumerate(halves, 1)
         ]
         totals = sum((require_harmless(run.result(), half) for run, half in zip(runs, halves, strict=True)), Counter())
     print(dict(totals))  # noqa: T201 - shown by `pytest -s`, for who wants the counts
-    assert totals["mutants"] >= 40_000
-    assert totals["accepted"] >= 8_000
+    assert totals["mutants"] >= 40_000 * EFFORT
+    assert totals["accepted"] >= 8_000 * EFFORT
 
 
 def test_same_seed_gives_the_same_mutants() -> None:

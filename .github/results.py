@@ -1,0 +1,272 @@
+"""docs/results.md: all measured tables, from the files of the benchmarks; a test compares.
+
+python .github/results.py    # write the page anew, after a benchmark ran
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from autotune.budget import format_bytes
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "results.md"
+HEAD = """# Results
+
+Every table here is made from a file in `runs/benchmarks/<device>/` by `python .github/results.py`. Ratios are paired
+within one run, with 95 % intervals in brackets. Below 1 is faster, or smaller. Failures and losses stand where wins do.
+"""
+
+Document = dict[str, Any]
+
+
+def interval(value: float | None, ends: Iterable[float] | None, digits: int = 2) -> str:
+    """Return a value with its interval."""
+    if value is None:
+        return ""
+    if ends is None:
+        return f"{value:.{digits}f}"
+    low, high = ends
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def table(heads: list[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    yield ""
+    yield f"| {' | '.join(heads)} |"
+    yield f"|{'---|' * len(heads)}"
+    for row in rows:
+        yield f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |"
+    yield ""
+
+
+def comparison(found: Document) -> Iterator[str]:
+    """Yield the arms of a comparison against its baseline."""
+    metric = found["metric"]
+    aim = "at most" if metric["goal"] == "min" else "at least"
+    budget = found["memory_budget_bytes"]
+    yield (
+        f"Job `{found['job']}`, {len(found['seeds'])} seeds, target: {aim} {metric['target']:g}"
+        + (f", within {format_bytes(budget)}" if budget else "")
+        + (f", every {found['dips']['every']}th stretch within {found['dips']['share']:.0%}" if found["dips"] else "")
+        + (". Fewer than six seeds are an indication." if found["indication_only"] else ".")
+    )
+    yield from table(
+        ["arm", "time to target", "peak memory", "final metric", "verdict"],
+        (
+            (
+                entry["arm"],
+                interval(entry["time_ratio"], entry["time_ratio_ci95"]),
+                "" if entry["memory_ratio"] is None else f"{entry['memory_ratio']:.2f}",
+                "" if entry["metric_difference"] is None else f"{entry['metric_difference']:+.2%}",
+                f"{entry['verdict']}: {entry['reason']}",
+            )
+            for entry in found["against_baseline"]
+        ),
+    )
+
+
+def reproduced(found: Document) -> Iterator[str]:
+    """Yield a table of the paper, beside what was measured here."""
+    yield from table(
+        ["metric", "configuration", "unit", "paper", "here", "paper: relative", "here: relative", "from"],
+        (
+            (
+                row["metric"],
+                row["configuration"],
+                row["unit"],
+                *("" if row[key] is None else f"{row[key]:.3g}" for key in ("paper", "ours")),
+                *("" if row[key] is None else f"{row[key]:.2f}" for key in ("paper_change", "our_change")),
+                row["source"],
+            )
+            for row in found["rows"]
+        ),
+    )
+    for key in ("comparison", "cross_layer"):
+        if key in found:
+            yield from comparison(found[key])
+    for note in found["notes"]:
+        yield f"- {note}"
+    yield ""
+
+
+def attached(found: Document) -> Iterator[str]:
+    """Yield what being attached costs, and what it wins where plans move."""
+    if found["overhead"]:
+        yield "A step's time over that of an unattached one, and over 1,000 steps, probe and profile included:"
+        yield from table(
+            ["job", "stage", "per step", "over 1,000 steps"],
+            (
+                (one["job"], stage, interval(row["ratio_median"], row["ratio_ci95"], 3), f"{total:.3f}")
+                for one in found["overhead"]
+                for stage in ("observe", "act")
+                for row, total in [(one[stage], one[stage]["ratio_total_1000_steps"])]
+            ),
+        )
+    if found["situations"]:
+        yield "Time over that of the best static plan. The oracle knows every batch and budget, and pays for nothing:"
+        yield from table(
+            ["situation", "job", "attached", "oracle", "steps over the budget"],
+            (
+                (
+                    one["situation"],
+                    one["job"],
+                    *(
+                        interval(one[key]["mean"], one[key]["ci95"], 3)
+                        for key in ("live_over_static", "oracle_over_static")
+                    ),
+                    one["over_budget_steps"],
+                )
+                for one in found["situations"]
+            ),
+        )
+
+
+def overhead(found: Document) -> Iterator[str]:
+    """Yield what measuring costs a step."""
+    where = f"{found['ranks']} ranks, ZeRO stage {found['zero_stage']}" if "ranks" in found else "one process"
+    yield f"Job `{found['job']}`, {where}: a tuned engine's step under the baseline's plan takes"
+    yield f"{interval(found['ratio_median'], found['ratio_ci95'], 3)} of a plain loop's time ({found['pairs']} pairs)."
+    yield ""
+
+
+def batching(found: Document) -> Iterator[str]:
+    """Yield a race of adaptive batching against constants."""
+    yield f"Job `{found['job']}`: time to the target over that of the best constant, {found['best_constant']}."
+    rows = [*found["constant_over_best"].items(), (f"adaptive, {found['policy']}", found["live_over_best"])]
+    yield from table(["batching", "time"], ((name, interval(row["mean"], row["ci95"])) for name, row in rows))
+
+
+def cluster(found: Document) -> Iterator[str]:
+    """Yield how trials on several workers scale."""
+    per_minute = found["trials_per_minute"]
+    yield (
+        f"Job `{found['job']}`: {per_minute['one']:.0f} trials a minute on one worker, {per_minute['all']:.0f} on "
+        f"{found['workers']}; efficiency {interval(found['efficiency_median'], found['efficiency_ci95'])}."
+    )
+    yield ""
+
+
+def search(found: Document) -> Iterator[str]:
+    """Yield the steps that each method needs."""
+    yield f"Job `{found['job']}` within {found['memory_budget']}, {found['steps']} real steps for each method."
+
+    def spent(method: Document) -> str:
+        limits = zip(method["steps"]["values"], method["steps"]["limits"], strict=True)
+        return ", ".join(f"more than {limit}" if value is None else str(value) for value, limit in limits)
+
+    yield from table(
+        [
+            "method",
+            f"steps to a plan within {found['within_frac']:.0%} of the best one known",
+            "its answer is slower by",
+        ],
+        (
+            (name, spent(method), ", ".join(f"{value:.1%}" for value in method["regret_frac"]["values"]))
+            for name, method in found["methods"].items()
+        ),
+    )
+
+
+def simulator(found: Document) -> Iterator[str]:
+    """Yield the simulator's rate, and how it ranks plans."""
+    ranking = found["ranking"]
+    yield f"{found['decisions_per_s']:,.0f} decisions a second. Time to the target of `{ranking['job']}`, in seconds"
+    yield f"(rank correlation {ranking['rank_correlation']:.2f}):"
+    times = ranking["predicted_time_to_target_s"], ranking["real_time_to_target_s"]
+    yield from table(
+        ["plan", "predicted", "real"],
+        ((f"{name}: {plan}", *(f"{one[name]:.1f}" for one in times)) for name, plan in ranking["plans"].items()),
+    )
+
+
+def policy(found: Document) -> Iterator[str]:
+    """Yield what each method loses where nothing moves, and wins where conditions do."""
+    yield "Where nothing moves: slower than the exact optimum by, in percent."
+    yield from table(
+        ["method", "jobs", "median", "mean", "infeasible", "plans measured"],
+        (
+            (
+                name,
+                one["jobs"],
+                f"{one['regret_median']:.2f}",
+                interval(one["regret_mean"] + 0.0, one["regret_mean_ci95"]).replace("-0.00", "0.00"),
+                one["infeasible"],
+                one["evaluations"],
+            )
+            for name, one in found["methods"].items()
+        ),
+    )
+    yield "Where conditions move: time won over the planner alone, in percent of the run."
+    names = list(dict.fromkeys(name for row in found["dynamic"].values() for name in row["methods"]))
+    yield from table(
+        ["what moves", "clairvoyant", *names],
+        (
+            (
+                row,
+                f"{one['headroom_percent']:.1f}",
+                *(
+                    interval(one["methods"][name]["won_percent"], one["methods"][name]["won_ci95"], 1)
+                    if name in one["methods"]
+                    else ""
+                    for name in names
+                ),
+            )
+            for row, one in found["dynamic"].items()
+        ),
+    )
+
+
+def solver(found: Document) -> Iterator[str]:
+    """Yield how exact and how fast the solvers are."""
+    gap, price = found["gap_to_brute_force_max"], (found["price_solver_gap_median"], found["price_solver_gap_p95"])
+    yield f"On {found['instances']} small problems the exact solver is at most {gap:.1g} from the best plan, and"
+    yield f"the price solver {price[0]:.1%} (median) and {price[1]:.1%} (95th percentile). 1,000 units with"
+    yield f"{found['options_per_unit']} choices each take {found['seconds_1000_units']:.1f} s for each k."
+    yield ""
+
+
+KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
+    "demo": ("The demo", comparison),
+    "search": ("Steps until a search has found its plan", search),
+    "policy": ("Policies on simulated jobs", policy),
+    "dips": ("Policies on real jobs whose budget dips", comparison),
+    "attach": ("Attached to live training", attached),
+    "batching": ("Adaptive batching", batching),
+    "reproduce": ("The paper's tables, on small jobs", reproduced),
+    "overhead": ("What measuring costs", overhead),
+    "cluster": ("Several workers", cluster),
+    "simulator": ("The simulator", simulator),
+    "solver": ("The solvers", solver),
+}
+
+
+def page() -> str:
+    """Return the whole page."""
+    files = sorted((ROOT / "runs" / "benchmarks").glob("*/*.json"), key=lambda path: path.name)
+    left = {path.name for path in files}
+    lines = [HEAD]
+    for kind, (title, render) in KINDS.items():
+        lines.append(f"## {title}\n")
+        for path in files:
+            if path.stem.partition("-")[0] == kind:
+                found = json.loads(path.read_text())
+                left.discard(path.name)
+                lines.append(f"### {path.stem}\n")
+                facts = [found["device"], *([f"`{found['command']}`"] if "command" in found else [])]
+                facts += [f"`runs/benchmarks/{path.parent.name}/{path.name}`", *filter(None, [found.get("note")])]
+                lines.append("; ".join(facts).rstrip(".") + ".\n")
+                lines += render(found)
+    if left:
+        raise ValueError(f"no table is known for {', '.join(sorted(left))}")
+    text = "\n".join(lines)
+    while "\n\n\n" in text:
+        text = text.replace("\n\n\n", "\n\n")
+    return text.rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,6 @@
+"""How many hostile inputs the long tests try."""
+
+import os
+
+# `make fuzz` tries five times as many as continuous integration has time for.
+EFFORT = float(os.environ.get("FUZZ_EFFORT", "0.2"))
