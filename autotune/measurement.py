@@ -107,6 +107,8 @@ class Measurement:
         energy_j: energy of the timed steps; ``None`` if it cannot be read.
         total_energy_j: energy of the whole window; ``None`` if it cannot be read.
         energy_source: ``measured:nvml``, ``measured:amdsmi``, ``measured:rapl``, ``estimated:tdp`` or ``absent``.
+        waited_frac: share of the window's processor time, from 0 to 1, that its threads waited for a processor which
+            others had; ``None`` if unknown.
         failure: the reason why the window ended early, or ``None``.
         failure_detail: one line about the failure.
     """
@@ -132,6 +134,7 @@ class Measurement:
     energy_j: float | None = None
     total_energy_j: float | None = None
     energy_source: str = ABSENT
+    waited_frac: float | None = None
     failure: Failure | None = None
     failure_detail: str = ""
 
@@ -146,6 +149,8 @@ class Measurement:
         for name in ("seconds_per_step", "samples_per_step", "loss", "loss_scale", "energy_j", "total_energy_j"):
             value = getattr(self, name)
             _require(value is None or _is_number(value), name, value, "a finite number")
+        waited = self.waited_frac
+        _require(waited is None or (_is_number(waited) and 0 <= waited <= 1), "waited_frac", waited, "0 to 1")
         sizes = self.batch_bytes
         two = sizes is None or (len(sizes) == 2 and all(_is_number(size) and size >= 0 for size in sizes))
         _require(two, "batch_bytes", sizes, "the mean and the largest, >= 0")

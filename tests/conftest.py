@@ -13,12 +13,15 @@ import torch
 from fake_accelerator.fixtures import accelerator  # noqa: F401
 from hypothesis import settings
 
-from autotune.mechanics import known_precisions
+from autotune.mechanics import known_precisions, processor_wait
 from autotune.records import tracking
 
 # Machines differ in what they compute fast. Every process of a test inherits this; tests of the measurement remove it.
 _FAST = "fp32,bf16,fp16" if torch.accelerator.is_available() else "fp32,bf16"
 os.environ.setdefault(known_precisions.PRECISIONS_VARIABLE, _FAST)
+
+# Other tests run beside each one, so that a busy machine is accepted; tests of this remove it.
+os.environ.setdefault(processor_wait.BUSY_VARIABLE, "1")
 
 # Times differ by machine; what is asserted never depends on them.
 settings.register_profile("autotune", deadline=None)

@@ -15,6 +15,7 @@ from autotune import Job, TorchEngine
 from autotune.cost_model.cost_arrays import CostArrays, Plans
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.price_solver import PriceSolver
+from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import samples_of_progress, solve
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.torch_engine import EngineOptions
@@ -74,8 +75,8 @@ def test_tensors_pass_in_16_bits_only_if_the_whole_model_uses_one_16_bit_precisi
 def wide_convolution(**changes: object) -> Job:
     settings = {
         "model": lambda: TinyConvolution(width=32, blocks=3),
-        "batches": lambda seed: image_batches(seed, size=64),
-        "batch_size": 64,
+        "batches": lambda seed: image_batches(seed, size=16),
+        "batch_size": 16,
     }
     job = convolution_job(**{**settings, **changes})
     if BF16 not in TorchEngine(job).space.precisions:
@@ -84,9 +85,8 @@ def wide_convolution(**changes: object) -> Job:
 
 
 @pytest.mark.slow
-def test_uniform_plans_have_their_own_costs_and_are_predicted_exactly() -> None:
+def test_uniform_plans_have_their_own_costs_and_are_predicted_exactly(found: Profile) -> None:
     job = wide_convolution()
-    found = profile(job, device_name="here", options=QUICK)
     assert set(found.uniform_tables) == {"bf16"}
     assert type(found).from_json(found.to_json()) == found
     engine = TorchEngine(job, options=EngineOptions(statistics_every=None))
@@ -101,8 +101,12 @@ def test_uniform_plans_have_their_own_costs_and_are_predicted_exactly() -> None:
     assert checked.memory_underprediction_max < 0.005
 
 
-def test_solver_uses_the_costs_of_uniform_plans() -> None:
-    found = profile(wide_convolution(), device_name="here", options=QUICK)
+@pytest.fixture(scope="module")
+def found() -> Profile:
+    return profile(wide_convolution(), device_name="here", options=QUICK)
+
+
+def test_solver_uses_the_costs_of_uniform_plans(found: Profile) -> None:
     uniform = found.space.plan(accumulation_steps=1, precision=BF16)
     table = found.uniform_tables["bf16"][0]
     assert found.table_for(uniform) is table
@@ -119,8 +123,7 @@ def test_solver_uses_the_costs_of_uniform_plans() -> None:
     assert solve(found, budget).seconds_per_sample == pytest.approx(best, rel=1e-6)
 
 
-def test_cost_arrays_and_price_solver_include_uniform_plans() -> None:
-    found = profile(wide_convolution(), device_name="here", options=QUICK)
+def test_cost_arrays_and_price_solver_include_uniform_plans(found: Profile) -> None:
     arrays = CostArrays([found])
     generator = np.random.default_rng(0)
     plans = [found.space.sample(generator) for _ in range(6)]

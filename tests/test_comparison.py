@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.console import Console
 import autotune
 from autotune.agents.policy import StaticPolicy
 from autotune.campaign.comparison import GATE, find_horizon, pilot
+from autotune.errors import InputError
 from autotune.records.protocol import Arm, Protocol, RunRecord
 from autotune.records.verdicts import gated, judge
 from autotune.report.campaign_run import read_campaign
@@ -278,20 +280,27 @@ def test_the_tables_say_what_the_document_says(document: dict) -> None:
 
 
 @pytest.mark.slow
-def test_a_target_that_is_met_before_training_or_never_is_said_and_is_no_error(tmp_path: Path) -> None:
+def test_a_target_that_is_met_before_training_is_said_and_is_no_error(tmp_path: Path) -> None:
     met = autotune.compare(tiny_job.already_met(), ["uniform-bf16"], seeds=2, runs_dir=tmp_path)
     assert met["against_baseline"][0]["verdict"] == "not comparable"
     assert "before any training" in met["against_baseline"][0]["reason"]
-    missed = autotune.compare(tiny_job.never_met(), ["uniform-bf16"], seeds=2, runs_dir=tmp_path)
-    assert missed["against_baseline"][0]["verdict"] == "not comparable"
-    assert not any(run["reached"] for arm in missed["arms"] for run in arm["runs"])
-    assert "did not reach its target on every seed" in verdict_line(missed)
+    assert "before any training" in verdict_line(met)
+
+
+def test_a_target_out_of_reach_ends_the_comparison_after_its_pilot_and_names_one_within_reach(tmp_path: Path) -> None:
+    job = tiny_job.never_met()
+    with pytest.raises(InputError, match="the baseline misses the target") as caught:
+        autotune.compare(job, ["uniform-bf16"], seeds=2, runs_dir=tmp_path)
+    assert "target=None" in str(caught.value)
+    within = float(re.search(r"a target of about ([\d.]+);", str(caught.value))[1])
+    found = autotune.compare(replace(job, target=within), ["sqrt"], seeds=2, runs_dir=tmp_path)
+    assert all(run["reached"] for arm in found["arms"] for run in arm["runs"] if arm["name"] == "baseline")
 
 
 def test_a_plan_file_is_an_arm_and_a_live_arm_lists_its_plans(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"version": 1, "accumulation_steps": 2, "precision": {"head": "bf16"}}))
-    job = tiny_job.make(batching="adaptive", max_steps=48, target=0.0)
+    job = tiny_job.make(batching="adaptive", max_steps=48, target=None)
     found = autotune.compare(job, [str(path), "paper"], seeds=2, runs_dir=tmp_path)
     arms = {arm["name"]: arm for arm in found["arms"]}
     assert arms["mine"]["plan"]["accumulation_steps"] == 2

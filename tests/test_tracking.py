@@ -62,6 +62,31 @@ def test_tuning_logs_each_trial_with_plan_and_policy(tmp_path: Path) -> None:
     assert all("seconds_per_step" in run.data.metrics or "failure" in run.data.tags for run in trials)
     names = {path.name for path in (tmp_path / "artifacts").rglob("*")}
     assert {"plan.json", "manifest.json", "policy.safetensors"} <= names
+    (parent,) = (run for run in found if "mlflow.parentRunId" not in run.data.tags)
+    assert (parent.data.params["method"], parent.data.params["steps"]) == ("ppo-scratch", "48")
+    assert parent.data.metrics["cost"] == document["measured"]["cost"]
+    assert parent.data.tags["plan"] == str(autotune.Plan.from_json(document["plan"]))
+
+
+def test_compared_runs_have_the_times_at_which_they_trained(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    job = tiny_job.make(target=None, max_steps=12, evaluate_every=4)
+    document = autotune.compare(job, ["sqrt"], seeds=2, runs_dir=tmp_path)
+    client = MlflowClient(tracking_uri=tracking_uri(tmp_path))
+    assert client.get_experiment_by_name(EXPERIMENT).tags["mlflow.experimentKind"] == "custom_model_development"
+    found = {run.info.run_name: run for run in runs_in(tracking_uri(tmp_path))}
+    for arm in document["arms"]:
+        for run in arm["runs"]:
+            logged = found[f"{arm['name']} seed {run['seed']}"]
+            assert [logged.info.start_time, logged.info.end_time] == [int(at_s * 1e3) for at_s in run["ran_s"]]
+            assert logged.data.params["plan"] == str(autotune.Plan.from_json(arm["plan"]))
+            seen = client.get_metric_history(logged.info.run_id, "metric")
+            times = [int((run["ran_s"][0] + seconds) * 1e3) for seconds, _, _ in run["curve"]]
+            assert [metric.timestamp for metric in sorted(seen, key=lambda one: one.step)] == times
+    (parent,) = (run for run in found.values() if "mlflow.parentRunId" not in run.data.tags)
+    assert parent.data.params["job"] == job.name
+    assert parent.data.metrics["memory_ratio.sqrt"] == document["against_baseline"][0]["memory_ratio"]
 
 
 class _Refusing(BaseHTTPRequestHandler):

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 _STALE = 2
 # Number of neighbours to try with one changed parameter, then with two, and so on.
 _NEIGHBOURS = 8
+# Names of what trials are judged by, for who opens the database with other tools.
+_METRICS = {"minimize": "cost, relative to the baseline's", "maximize": "gain in percent"}
 # Remedy for a damaged study. The measurements are also stored in other files of the run.
 _WITHOUT_IT = "a study stored by a search, or no file; the search then starts over"
 # SQLite's messages about damaged files. Locks and full disks raise the same exception classes.
@@ -169,12 +171,16 @@ class _StudySearch:
             return
         if repeated:
             with _writing(self._where):
+                # Not PRUNED: the sampler would take a pruned plan for a bad one.
+                trial.set_user_attr("failure", "proposed again, and not measured again")
                 self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
             return
         # A plan that cannot run violates the constraint as much as one that needs twice the budget.
         broken = failure not in (None, Failure.OVER_BUDGET, Failure.OUT_OF_MEMORY)
         with _writing(self._where):
             trial.set_user_attr("failure", None if failure is None else str(failure))
+            trial.set_user_attr("seconds_per_step", observation.window.seconds_per_step)
+            trial.set_user_attr("peak_bytes", peak)
             trial.set_constraint("memory", max(over, 1.0) if broken else over)
             self.study.tell(trial, cost)
 
@@ -406,6 +412,10 @@ def _opened(
             direction=direction,
             load_if_exists=True,
         )
+        if study.metric_names is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                study.set_metric_names([_METRICS[direction]])
     return storage, study
 
 

@@ -19,16 +19,18 @@ from typing import Any
 from autotune.agents.policy import Policy, StaticPolicy
 from autotune.cost_model.carbon import Intensity
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.errors import InputError
 from autotune.gym.observation import Observation
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics.devices import device_kind, fp32_arithmetic, fp32_computed_in, is_accelerator
+from autotune.mechanics.processor_wait import is_disturbed, mean_wait
 from autotune.plan import Launch, Plan
 from autotune.records.journal import Journal
 from autotune.records.protocol import FEWEST_FOR_A_CLAIM, Arm, Dips, Protocol, RunRecord
 from autotune.records.run_documents import Run
 from autotune.records.tracking import Tracker
-from autotune.records.verdicts import gated, judge
+from autotune.records.verdicts import disturbed, gated, judge
 from autotune.simulator.online_planner import LOOK_AHEAD
 
 COMPARISON_VERSION = 1
@@ -44,7 +46,13 @@ GATE = "baseline-again"
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
-def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], None] | None = None) -> int:
+def find_horizon(
+    job: Job,
+    *,
+    seed: int = 0,
+    on_pilot: Callable[[int, float], None] | None = None,
+    needs_target: bool = False,
+) -> int:
     """Return the number of samples in every compared run: about 1.25 times as many as the baseline needs.
 
     The learning-rate schedule depends on the length of a run, so the point at which the baseline reaches the target
@@ -55,10 +63,14 @@ def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], No
         job: the job.
         seed: random seed for the pilots.
         on_pilot: called with the number of the pilot and its progress, from 0 to 1.
+        needs_target: whether a job whose first pilot misses its target is refused.
 
     Returns:
         Samples, a multiple of the evaluation interval; the job's own length if the first pilot misses the target, or if
         the job has none.
+
+    Raises:
+        InputError: if the first pilot misses a target that is needed; the message has one within reach.
     """
     stride = job.evaluate_every * job.batch_size
     length = math.ceil(job.total_samples / stride) * stride
@@ -74,6 +86,8 @@ def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], No
                 return length
             wanted = HORIZON * record.samples
         elif not arrivals:
+            if needs_target:
+                raise _out_of_reach(job, record)
             return length
         else:
             longest_missed = max(longest_missed, length)
@@ -82,6 +96,26 @@ def find_horizon(job: Job, *, seed: int = 0, on_pilot: Callable[[int, float], No
         if length in arrivals:
             break
     return min(arrivals)
+
+
+def _out_of_reach(job: Job, record: RunRecord) -> InputError:
+    """Return the error for a job whose baseline misses its target, with the target that it would have reached."""
+    if record.failure is not None:
+        return InputError(
+            f"the baseline ends with {record.failure} after {record.steps} steps",
+            where=f"job {job.name!r}",
+            allowed="a baseline that trains to its end",
+        )
+    best = min if job.goal == "min" else max
+    # The target is best reached after about four fifths of a run, so that other seeds reach it too.
+    early = [metric for _, samples, metric in record.curve if samples <= record.samples / HORIZON]
+    reached = best(metric for _, _, metric in record.curve)
+    reachable = best(early or [reached])
+    return InputError(
+        f"the baseline misses the target of {job.target:g}: its best metric in {record.steps} steps is {reached:g}",
+        where=f"job {job.name!r}",
+        allowed=f"a target of about {reachable:.4g}; or more max_steps; or target=None, to compare the time per sample",
+    )
 
 
 def pilot(job: Job, samples: int, *, seed: int = 0, on_step: Callable[[int], None] | None = None) -> RunRecord:
@@ -131,7 +165,7 @@ def compare(
     for index, seed in enumerate(protocol.seeds):
         # A B C, then C B A: a drift of the machine's speed affects all arms alike.
         for arm in arms if index % 2 == 0 else list(reversed(arms)):
-            run = functools.partial(_run_arm, arm.job or job, arm, seed, protocol, on_progress)
+            run = functools.partial(_undisturbed, arm.job or job, arm, seed, protocol, on_progress)
             found = journal.once({"run": arm.name, "seed": seed}, run, Run)
             record = RunRecord.from_json(found)
             for _, plan in record.plans:
@@ -142,13 +176,28 @@ def compare(
     return _document(job, arms, records, protocol, device, intensity)
 
 
-def _run_arm(
+def _undisturbed(
     job: Job,
     arm: Arm,
     seed: int,
     protocol: Protocol,
     on_progress: Callable[[str, int, float], None] | None,
 ) -> dict[str, Any]:
+    """Run an arm on a seed, and once more if the machine was busy; return the record that was disturbed less."""
+    record = _run_arm(job, arm, seed, protocol, on_progress)
+    if is_disturbed(record.waited_frac):
+        again = _run_arm(job, arm, seed, protocol, on_progress)
+        record = min(record, again, key=lambda one: math.inf if one.waited_frac is None else one.waited_frac)
+    return record.to_json()
+
+
+def _run_arm(
+    job: Job,
+    arm: Arm,
+    seed: int,
+    protocol: Protocol,
+    on_progress: Callable[[str, int, float], None] | None,
+) -> RunRecord:
     options = EngineOptions(total_samples=protocol.horizon_samples, watts=protocol.watts)
     engine = TorchEngine(job, seed=seed, options=options)
     policy = arm.policy(engine.space)
@@ -170,7 +219,7 @@ def _run_arm(
     )
     record = run.record(stop_at_target=False)
     engine.close()
-    return record.to_json()
+    return record
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,6 +241,7 @@ class _Run:
     _trained_s: float = field(init=False, default=0.0)
     _step_s: list[float] = field(init=False, default_factory=list)
     _samples_per_step: list[float] = field(init=False, default_factory=list)
+    _waits: list[tuple[float, float | None]] = field(init=False, default_factory=list)
 
     def __post_init__(self, seed: int) -> None:
         self._record = RunRecord(seed=seed)
@@ -229,6 +279,7 @@ class _Run:
             self._apply(self.policy.decide(observation, engine.plan))
             # Include the time of the decision and of the switch.
             self._trained_s += time.perf_counter() - began
+        record.waited_frac = mean_wait(self._waits)
         record.alone = dict(getattr(self.policy, "alone", {}))
         record.steps, record.samples = engine.progress.steps, engine.progress.samples
         if self._step_s:
@@ -286,6 +337,7 @@ class _Run:
     def _take(self, window: Measurement) -> None:
         record = self._record
         self._trained_s += window.total_s
+        self._waits.append((window.total_s, window.waited_frac))
         self._step_s.extend(window.step_s)
         if window.samples_per_step is not None:
             self._samples_per_step.append(window.samples_per_step)
@@ -364,7 +416,8 @@ def _document(
     targeted, base = job.target is not None, records[arms[0].name]
     judged = {arm.name: judge(arm, records[arm.name], base, protocol, job.goal, targeted=targeted) for arm in arms[1:]}
     gate = judged.pop(GATE, None)
-    entries = list(judged.values())
+    entries = list(judged.values()) if gate is None else gated(list(judged.values()), gate)
+    busy = _busy([record.waited_frac for arm in arms for record in records[arm.name]])
     return {
         "version": COMPARISON_VERSION,
         "job": job.name,
@@ -380,8 +433,15 @@ def _document(
         "indication_only": len(protocol.seeds) < FEWEST_FOR_A_CLAIM,
         "arms": [_arm_json(arm, arm.job or job, records[arm.name], intensity) for arm in arms],
         "gate": gate,
-        "against_baseline": entries if gate is None else gated(entries, gate),
+        "busy": busy,
+        "against_baseline": entries if busy is None else disturbed(entries, busy),
     }
+
+
+def _busy(waits: Sequence[float | None]) -> dict[str, Any] | None:
+    """Return how many runs of a comparison stayed disturbed, and how much at most; ``None`` if none did."""
+    found = [wait for wait in waits if wait is not None and is_disturbed(wait)]
+    return {"runs": len(found), "of": len(waits), "waited_frac_max": max(found)} if found else None
 
 
 def _fp32(baseline: Job) -> dict[str, Any]:
@@ -415,10 +475,12 @@ def _called(arm: Arm, record: RunRecord) -> str:
 
 
 def _track(tracker: Tracker, arm: Arm, record: RunRecord) -> None:
-    key = tracker.begin(_called(arm, record))
-    tracker.params({"arm": arm.name, "seed": record.seed}, run=key)
+    began, ended = record.ran_s
+    key = tracker.begin(_called(arm, record), at_s=began)
+    plans = [Plan.from_json(plan) for _, plan in record.plans]
+    tracker.params({"arm": arm.name, "seed": record.seed, "plan": plans[0], "plans": len(plans)}, run=key)
     for seconds, samples, metric in record.curve:
-        tracker.metrics({"metric": metric, "train_s": seconds}, step=samples, run=key)
+        tracker.metrics({"metric": metric, "train_s": seconds}, step=samples, run=key, at_s=began + seconds)
     tracker.metrics(
         {
             "time_to_target_s": record.time_to_target_s,
@@ -426,8 +488,10 @@ def _track(tracker: Tracker, arm: Arm, record: RunRecord) -> None:
             "peak_bytes": record.peak_bytes,
             "throughput": record.throughput,
             "energy_j": record.energy_j,
+            "waited_frac": record.waited_frac,
         },
         run=key,
+        at_s=ended,
     )
-    tracker.end(key, failed=record.failure is not None)
+    tracker.end(key, failed=record.failure is not None, at_s=ended)
     tracker.settle(5.0)

@@ -12,12 +12,13 @@ from autotune.campaign.arms import is_live, named_arm, refuse_broken_arms, requi
 from autotune.campaign.baselines import References
 from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
 from autotune.campaign.setup import Campaign
-from autotune.campaign.steps import SearchInputs, begin_run, open_engine, publish_run, references_of
+from autotune.campaign.steps import SearchInputs, begin_run, begin_tracking, open_engine, publish_run, references_of
 from autotune.engines.engine import Engine
 from autotune.engines.job_checks import build_model, build_optimizer
 from autotune.io.documents import Count
 from autotune.launching import launched, split
 from autotune.mechanics.devices import device_name
+from autotune.mechanics.processor_wait import busy_frac
 from autotune.plan import Launch
 from autotune.records.protocol import Arm, Protocol
 from autotune.records.requests import CompareRequest
@@ -37,9 +38,10 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
         verb: the command that the run directory is named after.
 
     Raises:
-        InputError: for wrong input, before anything is written.
+        InputError: for wrong input, before anything is written; or if the baseline's pilot run misses the target.
     """
     names = request.arms
+    busy_frac()
     require_writable(campaign.runs)
     refuse_broken_arms([split(name, where="--arms")[0] for name in names])
     require_distinct(names)
@@ -56,7 +58,7 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
             lowest = within_dips(campaign, references)
             run = opened.enter_context(begin_run(campaign, verb, {"arms": names, "seeds": request.seeds}))
             keep_profile(campaign, run, profile)
-            tracker = Tracker(campaign.runs, run.path, f"{verb} {campaign.job.name}")
+            tracker = begin_tracking(campaign, run, f"{verb} {campaign.job.name}")
             inputs = SearchInputs(engine=engine, references=lowest, profile=profile, run=run, tracker=tracker)
             arms |= searched_arms(campaign, own, inputs)
         # Free the engine's memory before other arms and compared runs are measured.
@@ -122,7 +124,9 @@ def _horizon(campaign: Campaign) -> int:
 
     def find() -> int:
         return comparison.find_horizon(
-            campaign.job, on_pilot=lambda number, share: campaign.reporter.advance(share, f"pilot {number + 1}")
+            campaign.job,
+            on_pilot=lambda number, share: campaign.reporter.advance(share, f"pilot {number + 1}"),
+            needs_target=True,
         )
 
     return int(campaign.journal.once({"horizon": campaign.job.name}, find, Count))
@@ -136,7 +140,7 @@ def _publish(document: dict[str, Any], run: RunDirectory, tracker: Tracker) -> N
     if best is not None:
         tracker.artifact(run.write("plan.json", best))
     for entry in document["against_baseline"]:
-        tracker.metrics({f"time_ratio.{entry['arm']}": entry["time_ratio"]})
+        tracker.metrics({f"{name}.{entry['arm']}": entry[name] for name in ("time_ratio", "memory_ratio")})
         tracker.tags({f"verdict.{entry['arm']}": entry["verdict"]})
     publish_run(run, tracker)
 

@@ -91,6 +91,16 @@ def begin_run(campaign: Campaign, verb: str, config: dict[str, Any]) -> RunDirec
     return run
 
 
+def begin_tracking(campaign: Campaign, run: RunDirectory, name: str) -> Tracker:
+    """Return the tracker of a campaign; its parent run has what was asked as parameters."""
+    tracker = Tracker(campaign.runs, run.path, name)
+    # An address of a database may name its user.
+    asked = {name: value for name, value in asdict(campaign.request).items() if value is not None and name != "storage"}
+    tracker.params({**asked, "job": campaign.job.name})
+    tracker.tags({"run_directory": run.path.name})
+    return tracker
+
+
 def search_plan(campaign: Campaign, method: str, inputs: SearchInputs) -> plan_search.TuningResult:
     """Search for a plan with one method; the plan in the result has the campaign's launch options."""
     campaign.reporter.stage(f"tune with {method}", campaign.settings.steps)

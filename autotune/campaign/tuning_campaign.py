@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 from autotune.agents.planner import close_plans
@@ -11,7 +12,15 @@ from autotune.campaign.baselines import References
 from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
 from autotune.campaign.plan_search import TuningResult
 from autotune.campaign.setup import Campaign
-from autotune.campaign.steps import SearchInputs, begin_run, open_engine, publish_run, references_of, search_plan
+from autotune.campaign.steps import (
+    SearchInputs,
+    begin_run,
+    begin_tracking,
+    open_engine,
+    publish_run,
+    references_of,
+    search_plan,
+)
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal, solve, with_shadow_price
@@ -45,14 +54,22 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
                     plans(profile, references.memory_budget_bytes, Goal())
             run = opened.enter_context(begin_run(campaign, "tune", {"method": method}))
             keep_profile(campaign, run, profile)
-            tracker = Tracker(campaign.runs, run.path, f"tune {campaign.job.name} {method}")
+            tracker = begin_tracking(campaign, run, f"tune {campaign.job.name} {method}")
             inputs = SearchInputs(engine=engine, references=references, profile=profile, run=run, tracker=tracker)
             result = search_plan(campaign, method, inputs)
         document = {**_document(result, references, profile), "run": str(run.path)}
+        _log(document, tracker)
         tracker.artifact(run.write("plan.json", result.plan.to_json()))
         tracker.artifact(run.write("tuned.json", document))
         publish_run(run, tracker)
     return document
+
+
+def _log(document: Mapping[str, Any], tracker: Tracker) -> None:
+    """Log what was found on the parent run."""
+    found = {**document["measured"], **{name: document[name] for name in ("tuning_s", "tuning_steps")}}
+    tracker.metrics({name: value for name, value in found.items() if isinstance(value, int | float)})
+    tracker.tags({"plan": Plan.from_json(document["plan"])})
 
 
 def _require_method(campaign: Campaign, name: str, method: Method) -> None:
@@ -88,6 +105,7 @@ def _document(result: TuningResult, references: References, profile: Profile | N
             "baseline_seconds_per_step": result.baseline.seconds_per_step,
             "baseline_peak_bytes": references.baseline.peak_bytes,
             "memory_budget_bytes": budget,
+            "waited_frac": result.measurement.waited_frac,
         },
         "tuning_s": result.tuning_s,
         "tuning_steps": result.tuning_steps,

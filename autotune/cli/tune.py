@@ -109,8 +109,8 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
     if as_json:
         shared.print_json(document)
         return
-    from autotune.cost_model.paper_equations import Weights
     from autotune.plan import Plan
+    from autotune.report.terminal_tables import busy_words, cost_words
 
     job, weights, measured = request.job or "JOB", request.weights, document["measured"]
     table = shared.table(title=f"{job}: {request.method}", title_justify="left")
@@ -124,16 +124,11 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
     output.print(table)
     own, other = measured["sample_j"], measured["baseline_sample_j"]
     energy = f", {own / other:.0%} of its energy ({measured['energy_source']})" if own and other else ""
-    what, whole = "time per sample", 1.0
     found = measured["peak_bytes"]
     known = found is not None and measured["baseline_peak_bytes"]
     share = f"{found / measured['baseline_peak_bytes']:.0%}" if known else "an unknown share"
-    if weights is not None:
-        given = Weights.parse(weights)
-        what, whole = f"cost by the weights {weights}", given.time + given.memory + given.energy
     output.print(
-        f"Tuned steps cost {measured['cost'] / whole:.2f} of the baseline's {what}, "
-        f"{share} of its memory{energy}; found in "
+        f"{busy_words(measured)}{cost_words(measured['cost'], weights)}, with {share} of its memory{energy}; found in "
         f"{document['tuning_s']:.0f} s and {document['tuning_steps']} real steps. Compare it on fresh seeds before you "
         f"rely on it: autotune compare {job} --arms baseline,{document['run']}/plan.json"
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from autotune.measurement import ABSENT, Failure, GradientStatistics, Measurement
 from autotune.mechanics.energy_meter import EnergyMeter
+from autotune.mechanics.processor_wait import ProcessorWait
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class Window:
     failure_detail: str = ""
     began: float = field(init=False)
     began_j: float | None = field(init=False)
+    _wait: ProcessorWait = field(init=False, default_factory=ProcessorWait)
 
     def __post_init__(self) -> None:
         self.began_j, self.began = self.meter.read(), time.perf_counter()
@@ -101,6 +103,7 @@ class Window:
             total_energy_j=spent(self.began_j, self.meter.read()),
             energy_source=self.meter.source if known else ABSENT,
             skipped_steps=len(self.reports) - len(good),
+            waited_frac=self._wait.frac(),
             failure=self.failure,
             failure_detail=self.failure_detail,
         )

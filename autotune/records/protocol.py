@@ -137,6 +137,8 @@ class RunRecord:
     energy_j: float | None = None
     energy_source: str = ABSENT
     ran_s: tuple[float, float] = (0.0, 0.0)
+    # Share of the processor time of training in which threads waited for a processor; None if unknown.
+    waited_frac: float | None = None
     failure: str | None = None
     # Training seconds, samples and metric at each evaluation, and plans with the step at which they were applied.
     curve: list[tuple[float, int, float]] = field(default_factory=list)

@@ -227,6 +227,8 @@ class Environment:
 
 # Results.
 
+_Share = Annotated[float, Interval(ge=0, le=1)]
+
 
 @document
 class Window:
@@ -268,6 +270,7 @@ class Run:
     ran_s: tuple[_Time, _Time] = (0.0, 0.0)
     out_of_memory: Count = 0
     alone: dict[str, Count]
+    waited_frac: _Share | None = None
     grams: NotNegative | None = None
     plans: list[PlanFrom] | None = None
     windows: list[Window] | None = None
@@ -342,6 +345,15 @@ class _Metric:
 
 
 @document
+class _Busy:
+    """Runs that were disturbed by other programs, also when they were repeated."""
+
+    runs: Count
+    of: Count
+    waited_frac_max: _Share
+
+
+@document
 class Comparison:
     """``comparison.json``."""
 
@@ -360,6 +372,7 @@ class Comparison:
     arms: Annotated[list[Arm], Len(1, 1_000)]
     against_baseline: list[Judged]
     gate: Judged | None = None
+    busy: _Busy | None = None
     run: Text
 
 
@@ -464,6 +477,7 @@ class _Measured:
     baseline_seconds_per_step: Seconds | None
     baseline_peak_bytes: Annotated[int, Interval(ge=1, le=2**60)]
     memory_budget_bytes: Bytes | None
+    waited_frac: _Share | None = None
 
 
 @document

@@ -12,6 +12,7 @@ import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,8 @@ from autotune.records.tracking_spool import CURSOR, SPOOL, Cursor, Row, artifact
 logger = logging.getLogger(__name__)
 
 EXPERIMENT, DATABASE, ARTIFACTS = "autotune", "mlflow.db", "artifacts"
+# By this tag, MLflow's pages show what belongs to the training of models, not to language models in use.
+_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 # Error codes of a server for records that it will never accept.
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 # Seconds within which a running server answers, and the longest wait at the end of a command.
@@ -75,17 +78,30 @@ class Tracker:
         """Return whether this command, or the one that it resumes, began a run of this name."""
         return name in self._names
 
-    def begin(self, name: str) -> str:
-        """Begin a nested run and return its key."""
-        return self._begin(name, self.parent)
+    def begin(self, name: str, *, at_s: float | None = None) -> str:
+        """Begin a nested run and return its key.
+
+        Args:
+            name: name of the run.
+            at_s: POSIX time at which it began, here and below; ``None`` for now.
+        """
+        return self._begin(name, self.parent, at_s)
 
     def params(self, values: Mapping[str, object], run: str | None = None) -> None:
         """Record parameters of a run, by default of the parent."""
         self._put("params", run, {key: str(value)[:500] for key, value in values.items()})
 
-    def metrics(self, values: Mapping[str, float | None], *, step: int = 0, run: str | None = None) -> None:
+    def metrics(
+        self,
+        values: Mapping[str, float | None],
+        *,
+        step: int = 0,
+        run: str | None = None,
+        at_s: float | None = None,
+    ) -> None:
         """Record metrics of a run at a step, without those that are ``None``."""
-        self._put("metrics", run, {key: value for key, value in values.items() if value is not None}, step=step)
+        known = {key: value for key, value in values.items() if value is not None}
+        self._put("metrics", run, known, step=step, at_s=at_s)
 
     def tags(self, values: Mapping[str, object], run: str | None = None) -> None:
         """Record tags of a run."""
@@ -95,9 +111,9 @@ class Tracker:
         """Record a file or a folder of the run directory."""
         self._put("artifact", run, {"path": str(path.absolute().relative_to(self._folder.absolute()))})
 
-    def end(self, run: str | None = None, *, failed: bool = False) -> None:
+    def end(self, run: str | None = None, *, failed: bool = False, at_s: float | None = None) -> None:
         """End a run."""
-        self._put("end", run, {"status": "FAILED" if failed else "FINISHED"})
+        self._put("end", run, {"status": "FAILED" if failed else "FINISHED"}, at_s=at_s)
 
     def settle(self, timeout_s: float = 1.0) -> None:
         """Wait until the background thread is idle, so that it does not disturb a measurement.
@@ -124,14 +140,17 @@ class Tracker:
                 self._folder / SPOOL,
             )
 
-    def _begin(self, name: str, parent: str | None) -> str:
+    def _begin(self, name: str, parent: str | None, at_s: float | None = None) -> str:
         self._names.append(name)
         key = f"run-{len(self._names)}"
-        self._put("begin", key, {"name": name, "parent": parent})
+        self._put("begin", key, {"name": name, "parent": parent}, at_s=at_s)
         return key
 
-    def _put(self, kind: Kind, run: str | None, values: Mapping[str, Any], *, step: int = 0) -> None:
-        record = {"kind": kind, "run": self.parent if run is None else run, "values": dict(values), "step": step}
+    def _put(
+        self, kind: Kind, run: str | None, values: Mapping[str, Any], *, step: int = 0, at_s: float | None = None
+    ) -> None:
+        key, time_ms = self.parent if run is None else run, int((at_s or time.time()) * 1e3)
+        record = {"kind": kind, "run": key, "values": dict(values), "step": step, "time_ms": time_ms}
         try:
             append_json_line(self._folder / SPOOL, record)
         except (OSError, ValueError) as error:
@@ -330,14 +349,14 @@ class _Sender:
         elif not self.uri.startswith(("http://", "https://")):
             # A database stores no files; by default, MLflow would write them to the working directory.
             location = (self._runs / ARTIFACTS).absolute().as_uri()
-            self._experiment = self._client.create_experiment(EXPERIMENT, artifact_location=location)
+            self._experiment = self._client.create_experiment(EXPERIMENT, artifact_location=location, tags=_TAGS)
         else:
-            self._experiment = self._client.create_experiment(EXPERIMENT)
+            self._experiment = self._client.create_experiment(EXPERIMENT, tags=_TAGS)
 
     def _dispatch(self, record: Mapping[str, Any]) -> None:
         values, step = record["values"], record["step"]
         if record["kind"] == "begin":
-            self._begin(record["run"], values)
+            self._begin(record["run"], values, record.get("time_ms"))
             return
         run = self._ids.get(record["run"])
         if run is None:
@@ -348,9 +367,9 @@ class _Sender:
             send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
             send(run, str(path), *([path.name] if path.is_dir() else []))
         elif record["kind"] == "end":
-            self._client.set_terminated(run, status=values["status"])
+            self._client.set_terminated(run, status=values["status"], end_time=record.get("time_ms"))
         else:
-            self._batch(run, record["kind"], values, step)
+            self._batch(run, record["kind"], values, step, record.get("time_ms"))
 
     def _artifact(self, record: Row) -> Path:
         try:
@@ -380,17 +399,17 @@ class _Sender:
             except InputError as error:
                 raise _LeftOutError(one_line(error)) from error
 
-    def _begin(self, key: str, values: Mapping[str, Any]) -> None:
+    def _begin(self, key: str, values: Mapping[str, Any], time_ms: int | None) -> None:
         parent = self._ids.get(values["parent"] or "")
         tags = {"mlflow.parentRunId": parent} if parent else {}
-        run = self._client.create_run(self._experiment, run_name=values["name"], tags=tags)
+        run = self._client.create_run(self._experiment, start_time=time_ms, run_name=values["name"], tags=tags)
         self._ids[key] = run.info.run_id
 
-    def _batch(self, run: str, kind: Kind, values: Mapping[str, Any], step: int) -> None:
+    def _batch(self, run: str, kind: Kind, values: Mapping[str, Any], step: int, time_ms: int | None) -> None:
         from mlflow.entities import Metric, Param, RunTag
         from mlflow.utils.time import get_current_time_millis
 
-        now = get_current_time_millis()
+        now = get_current_time_millis() if time_ms is None else time_ms
         if kind == "metrics":
             self._client.log_batch(run, metrics=[Metric(_key(key), float(v), now, step) for key, v in values.items()])
         elif kind == "params":

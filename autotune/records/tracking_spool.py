@@ -29,6 +29,8 @@ class _Record:
     kind: str
     run: _Key
     step: _Step = 0
+    # POSIX time; files of earlier versions have none.
+    time_ms: Annotated[int, Interval(ge=0, le=2**53)] | None = None
 
 
 @document

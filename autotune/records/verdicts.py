@@ -134,6 +134,20 @@ def gated(entries: Sequence[Mapping[str, Any]], gate: Mapping[str, Any]) -> list
     return [{**entry, "verdict": "not comparable", "reason": reason} for entry in entries]
 
 
+def disturbed(entries: Sequence[Mapping[str, Any]], busy: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries as "not comparable", because other programs used the machine.
+
+    Args:
+        entries: entries of ``against_baseline``.
+        busy: number of disturbed runs, of all runs, and the largest share of waiting.
+    """
+    reason = (
+        f"the machine was busy: {busy['runs']} of {busy['of']} runs waited for a processor for up to "
+        f"{busy['waited_frac_max']:.0%} of their time, also when they were repeated"
+    )
+    return [{**entry, "verdict": "not comparable", "reason": reason} for entry in entries]
+
+
 def _incomparable(runs: Sequence[RunRecord], baseline: Sequence[RunRecord], *, targeted: bool) -> str | None:
     """Return why an arm cannot be compared with the baseline; ``None`` if it can."""
     if not targeted and any(record.failure is not None for record in baseline):

@@ -11,6 +11,7 @@ from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import ProfileError
 from autotune.plan import Plan
 from autotune.report.pareto import predicted
+from autotune.report.wording import changed_milliseconds
 from autotune.units import Unit
 
 # Largest number of units whose other choices are predicted; each unit takes several predictions.
@@ -55,7 +56,9 @@ def other_units(profile: Profile, plan: Plan, budget_bytes: int | None) -> dict[
                 seconds, peak = seconds_per_step(profile, other), peak_bytes(profile, other)
             except ProfileError:
                 continue
-            said.append(f"{name}: {(seconds - own_s) * 1e3:+.2f} ms, {_peak_change(own_bytes, peak, budget_bytes)}")
+            said.append(
+                f"{name}: {changed_milliseconds(seconds - own_s)}, {_peak_change(own_bytes, peak, budget_bytes)}"
+            )
         texts[unit.name] = "; ".join(said)
     return texts
 

@@ -11,7 +11,9 @@ from rich import box
 from rich.table import Table
 
 from autotune.budget import format_bytes
+from autotune.cost_model.paper_equations import Weights
 from autotune.mechanics.devices import arithmetic_shown
+from autotune.mechanics.processor_wait import is_disturbed
 from autotune.plan import Plan
 from autotune.report.costs import ArmCost, arm_costs, has_target, peak_of, reached_times
 
@@ -121,18 +123,47 @@ def best_entry(comparison: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return min(fitting, key=lambda entry: entry["time_ratio"], default=None)
 
 
-def tuned_line(document: Mapping[str, Any]) -> str:
-    """Return one sentence on a tuning: its plan's cost relative to the baseline's, and the cost of finding it."""
+def tuned_line(document: Mapping[str, Any], weights: str | None = None) -> str:
+    """Return one sentence on a tuning: its plan's cost relative to the baseline's, and the cost of finding it.
+
+    On a busy machine, another one before it says so.
+
+    Args:
+        document: content of ``tuned.json``.
+        weights: the weights of time, memory and energy as given; ``None`` for time alone.
+    """
     measured, budget = document["measured"], document["measured"]["memory_budget_bytes"]
     peak, baseline = measured["peak_bytes"], measured["baseline_peak_bytes"]
-    memory = "" if peak is None else f" and {peak / baseline:.0%} of its memory"
+    memory = "" if peak is None else f", with {peak / baseline:.0%} of its memory"
     within = ""
     if budget is not None and peak is not None:
         within = f", {'within' if peak <= budget else 'OVER'} the budget of {format_bytes(budget)}"
     return (
-        f"Tuned steps cost {measured['cost']:.2f} of the baseline's time per sample{memory}{within}; found in "
+        f"{busy_words(measured)}{cost_words(measured['cost'], weights)}{memory}{within}; found in "
         f"{document['tuning_s']:.0f} s and {document['tuning_steps']} real steps, and not compared on fresh seeds yet."
     )
+
+
+def cost_words(cost: float, weights: str | None) -> str:
+    """Return in words what a tuned plan costs relative to the baseline.
+
+    Args:
+        cost: its cost over the baseline's.
+        weights: the weights of time, memory and energy as given; ``None`` for time alone.
+    """
+    if weights is None:
+        return f"The tuned plan trains each sample {1 / cost:.2f}x as fast as the baseline"
+    given = Weights.parse(weights)
+    share = cost / (given.time + given.memory + given.energy)
+    return f"The tuned plan costs {share:.2f} of the baseline's cost by the weights {weights}"
+
+
+def busy_words(measured: Mapping[str, Any]) -> str:
+    """Return a sentence, with a space behind it, on a tuned plan that was measured on a busy machine; else nothing."""
+    waited = measured.get("waited_frac")
+    if not is_disturbed(waited):
+        return ""
+    return f"The machine was busy: steps waited for a processor for {waited:.0%} of their time, so times are doubtful. "
 
 
 def all_fit(comparison: Mapping[str, Any], name: str) -> bool:

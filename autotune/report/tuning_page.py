@@ -37,7 +37,12 @@ def tuning_page(run: CampaignRun, front: Front | None, intensity: Intensity | No
     assert isinstance(run.config, TuneConfig)
     method, plan = run.config.method, Plan.from_json(run.document["plan"])
     measured = run.document["measured"]
-    budget, peak, verdict, named = run.budget_bytes, measured["peak_bytes"], tuned_line(run.document), _named(run, plan)
+    budget, peak, verdict, named = (
+        run.budget_bytes,
+        measured["peak_bytes"],
+        tuned_line(run.document, run.config.asked.weights),
+        _named(run, plan),
+    )
     fits = budget is None or (peak is not None and peak <= budget)
     plot = _cost_plot(run, named, front)
     pictures = [figure_of(one) for one in (plot, search_plot(run.trials)) if one is not None]

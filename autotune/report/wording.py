@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from autotune.budget import format_bytes
 
 
@@ -24,6 +26,13 @@ def progress(steps: int, total: int | None) -> str:
 def milliseconds(seconds: float | None) -> str:
     """Return a time in milliseconds as text; empty for ``None``."""
     return "" if seconds is None else f"{seconds * 1e3:,.1f} ms"
+
+
+def changed_milliseconds(seconds: float) -> str:
+    """Return a predicted change of a time with its sign, in two significant digits: predictions know no more."""
+    value = seconds * 1e3
+    digits = 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{round(value, digits):+.{max(digits, 0)}f} ms"
 
 
 def size(size_bytes: float | None) -> str:
