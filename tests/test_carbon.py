@@ -248,3 +248,14 @@ def test_command_prints_one_document(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "emits 45% less than starting as early as possible, and 65% less" in capsys.readouterr().out
     for wrong in (["--watts", "0"], ["--watts", "nan"], ["--deadline", "2025-03-01T03:00"]):
         assert run([*command, *wrong]) == 2
+
+
+def test_a_series_that_begins_tomorrow_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin = (int(datetime.now(UTC).timestamp()) // HOUR + 24) * HOUR
+    rows = (f"{iso(begin + hour * HOUR)},{value}" for hour, value in enumerate((300, 50, 50, 300)))
+    path = written(tmp_path, "time,gCO2/kWh", *rows)
+    assert run(["schedule", "--length", "2h", "--carbon-intensity", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["earliest"]["start"], found["best"]["start"]) == (iso(begin), iso(begin + HOUR))
+    assert run(["schedule", "--length", "2h", "--carbon-intensity", str(path)]) == 0
+    assert "as early as possible" in " ".join(capsys.readouterr().out.split())

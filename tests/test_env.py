@@ -205,6 +205,11 @@ def test_unmeasured_energy_cannot_be_weighted() -> None:
         env.reset(seed=0)
 
 
+def test_windows_too_short_to_time_a_step_are_refused() -> None:
+    with pytest.raises(InputError, match="window_steps is 1, and no step of the baseline's window was timed"):
+        tiny_env(window_steps=1).reset(seed=0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

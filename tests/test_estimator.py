@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autotune import Job, JobError
 from autotune.cli.main import run
+from autotune.cli.plan import _rows
 from autotune.cost_model.device_table import DEVICES, find_device
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
@@ -308,6 +309,16 @@ def test_command_plans_and_marks_the_result_as_an_estimate(capsys: pytest.Captur
     assert "estimated, not measured" in shown
     assert "64.0 MiB of library workspaces" in shown
     assert "the driver's context takes 476.8 MiB" in shown
+
+
+def test_no_plan_that_is_said_to_fit_is_faster_than_the_exact_one() -> None:
+    found = estimate(tiny_job.make(), A100)
+    # The fastest plan is within this budget, but not within the margin below it.
+    budget = int(peak_bytes(found, found.space.plan(accumulation_steps=1, precision=Precision.BF16)) * 1.001)
+    rows = _rows(found, solve(found, budget).plan, budget)
+    fitting = {row["name"]: row["seconds_per_step"] for row in rows if row["fits"]}
+    assert fitting["exact"] == min(fitting.values())
+    assert "uniform-bf16" not in fitting
 
 
 def test_whole_device_excludes_the_memory_of_the_driver(capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,8 @@ def test_page_fetches_nothing_and_runs_no_script(folder: Path, page: Page) -> No
     assert "url(" not in text
     assert {tag for tag, _ in page.found} & {"script", "link", "iframe", "img", "object"} == set()
     for tag, attributes in page.found:
-        assert not {"src", "href", "xlink:href", "style"} & set(attributes), tag
+        assert not {"src", "xlink:href", "style"} & set(attributes), tag
+        assert attributes.get("href", "#").startswith("#"), tag
         assert not any(name.startswith("on") for name in attributes)
     policy = next(m["content"] for m in page.all("meta") if m.get("http-equiv") == "Content-Security-Policy")
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
@@ -206,7 +207,7 @@ def test_trips_and_refusals_are_shown_with_their_rules(tmp_path: Path) -> None:
 def test_observed_run_reports_that_it_changed_nothing(tmp_path: Path) -> None:
     run = read_attached(attach_and_train(tmp_path, "exact", 30, stage="observe"))
     assert verdict(run).startswith("Observed for 30 of 30 steps: nothing was changed")
-    assert "your own plan: it was never replaced" in Page(page_of(run)).text
+    assert "your own plan, which no decision replaced" in Page(page_of(run)).text
 
 
 def test_run_without_a_budget_or_a_decision_has_a_page(tmp_path: Path) -> None:

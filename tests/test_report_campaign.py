@@ -35,6 +35,7 @@ from autotune.report.costs import arm_costs
 from autotune.report.pareto import front_of, measured_finals, measured_trial
 from autotune.report.sheets import sheets_of
 from autotune.report.terminal_tables import tuned_line, verdict_line
+from autotune.report.wording import changed_milliseconds
 from autotune.report.writing import page_for
 
 
@@ -70,7 +71,13 @@ def test_page_is_complete_fetches_nothing_and_runs_no_script(page: CampaignPage)
     assert not re.search(r"(https?:)?//\w", text)
     assert not {tag for tag, _ in parsed.found} & {"script", "link", "iframe", "img", "object"}
     for tag, attributes in parsed.found:
-        assert not {"src", "href", "style"} & set(attributes), tag
+        assert not {"src", "style"} & set(attributes), tag
+    # The list of contents leads to every section, and nothing leads anywhere else.
+    parts = [one["id"] for one in parsed.all("section")]
+    assert len(parts) == len(set(parts)) > 3
+    assert [attributes["href"] for _, attributes in parsed.found if "href" in attributes] == [
+        f"#{one}" for one in parts
+    ]
     levels = [int(tag[1]) for tag, _ in parsed.found if re.fullmatch(r"h\d", tag)]
     assert levels[0] == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
@@ -100,8 +107,8 @@ def test_every_unit_shows_its_choice_and_the_effect_of_alternatives(comparison: 
     name = next(unit.name for unit in run.profile.units if unit.recomputable)
     kept = str(plan.storage_of(name)) == "save"
     other = plan.changed(storage={**plan.storage, name: "recompute" if kept else "save"})
-    off = (seconds_per_step(run.profile, other) - seconds_per_step(run.profile, plan)) * 1e3
-    assert f"{'recomputed' if kept else 'kept'}: {off:+.2f} ms" in told[name]
+    off = seconds_per_step(run.profile, other) - seconds_per_step(run.profile, plan)
+    assert f"{'recomputed' if kept else 'kept'}: {changed_milliseconds(off)}," in told[name]
     over = peak_bytes(run.profile, other) > (run.budget_bytes or 0)
     assert (", over the budget" in told[name].split(";")[0]) == over
     text = Page(comparison.text).text
@@ -388,3 +395,11 @@ def test_failed_windows_are_not_drawn(compared: Path) -> None:
     assert math.isfinite(cost.seconds_per_sample)
     trial["measurement"]["failure"] = "out_of_memory"
     assert measured_trial(trial) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.50064, "+500 ms"), (-0.0000123, "-0.012 ms"), (0.0123, "+12 ms"), (0.0, "+0 ms"), (-0.0996, "-100 ms")],
+)
+def test_predicted_changes_of_time_have_two_significant_digits(seconds: float, text: str) -> None:
+    assert changed_milliseconds(seconds) == text

@@ -42,9 +42,12 @@ def command(
 
     length_s = carbon.parse_length(length)
     require_watts(watts)
-    earliest_s = time.time() if earliest is None else carbon.parse_time(earliest, where="--earliest")
+    series, now_s = carbon.Intensity.read(carbon_intensity), time.time()
+    # A forecast may begin tomorrow.
+    begins_later = earliest is None and series.begin_s > now_s
+    earliest_s = max(now_s, series.begin_s) if earliest is None else carbon.parse_time(earliest, where="--earliest")
     deadline_s = None if deadline is None else carbon.parse_time(deadline, where="--deadline")
-    found = carbon.schedule(carbon.Intensity.read(carbon_intensity), length_s, earliest_s, deadline_s)
+    found = carbon.schedule(series, length_s, earliest_s, deadline_s)
     energy_j = None if watts is None else watts * length_s
     rows = {"best": found.best, "earliest": found.earliest, "worst": found.worst}
     document: dict[str, Any] = {
@@ -57,7 +60,7 @@ def command(
     if as_json:
         shared.print_json(document)
         return
-    show(document, now=earliest is None)
+    show(document, now=earliest is None and not begins_later)
 
 
 def show(document: dict[str, Any], *, now: bool) -> None:

@@ -107,6 +107,12 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
                 f"the baseline ends with {reference.failure}: {reference.failure_detail}",
                 where=f"job {self.job.name!r}",
             )
+        if reference.seconds_per_step is None:
+            raise InputError(
+                f"window_steps is {self.window_steps}, and no step of the baseline's window was timed",
+                where="environment",
+                allowed=f"at least {self.window_steps + 1}",
+            )
         if self._budget is not None:
             self.memory_budget_bytes = self._budget.resolve(reference.peak_bytes or 0, reference.fragments_bytes)
         self._engine.memory_budget_bytes = self.memory_budget_bytes
@@ -191,9 +197,9 @@ def _factory(job: Job, engine: str | EngineFactory) -> EngineFactory:
         raise InputError(f"engine is {engine!r}", where="environment", allowed="torch, or a function of a seed")
 
     def create(seed: int) -> Engine:
-        from autotune.engines.torch_engine import EngineOptions, TorchEngine
+        from autotune.engines.tuning_windows import make_engine
 
-        return TorchEngine(job, seed=seed, options=EngineOptions(split_to_learn_noise=True))
+        return make_engine(job, seed)
 
     return create
 

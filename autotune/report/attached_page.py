@@ -127,7 +127,12 @@ def _time(run: AttachedRun) -> Plot:
 
 
 def _course(run: AttachedRun) -> Figure:
-    end = "your own plan: it was never replaced" if run.plan is None else str(run.plan)
+    end = "your own plan, which no decision replaced" if run.plan is None else str(run.plan)
+    placed = run.summary.get("placed")
+    if placed:
+        end += (
+            f". Not drawn: {count(placed, 'placement')}, each of which recomputed other units for a batch or a budget"
+        )
     course = Course(
         units=run.units,
         fixed=frozenset(run.units) - frozenset(run.recomputable),

@@ -5,6 +5,8 @@ All text is escaped when it is inserted into a template or an element.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -45,7 +47,21 @@ def render(template: str, **values: Any) -> str:
         template: file name in ``autotune/report/templates``.
         **values: the template's variables; all but ``Markup`` are escaped.
     """
-    return environment().get_template(template).render(values)
+    return _with_contents(environment().get_template(template).render(values))
+
+
+def _with_contents(page: str) -> str:
+    """Return a page whose sections have ids, with a list of them at its empty ``nav``."""
+    sections = itertools.count(1)
+    titles: list[str] = []
+
+    def named(section: re.Match[str]) -> str:
+        titles.append(section[1])
+        return f'<section id="part-{next(sections)}"><h2>{section[1]}</h2>'
+
+    page = re.sub(r"<section><h2>(.*?)</h2>", named, page)
+    links = "".join(f'<li><a href="#part-{number}">{title}</a></li>' for number, title in enumerate(titles, 1))
+    return page.replace("<nav></nav>", f'<nav aria-label="Contents"><ul>{links}</ul></nav>' if links else "", 1)
 
 
 @cache
