@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import pkgutil
@@ -32,9 +33,12 @@ LOOPS = [
 def loop_of(name: str) -> ModuleType:
     """Return a loop if its requirements are installed."""
     try:
-        return importlib.import_module(f"zoo.{name}")
+        found = importlib.import_module(f"zoo.{name}")
     except ModuleNotFoundError as error:
         pytest.skip(f"{error.name} is not installed")
+    # What was imported is left out of the garbage collections of the trainings.
+    gc.freeze()
+    return found
 
 
 def trained(loop: ModuleType, run: Run) -> Run:

@@ -47,8 +47,7 @@ def test_each_hostile_command_line_succeeds_or_fails_with_one_line(tmp_path: Pat
 @pytest.mark.timeout(3600)
 def test_many_hostile_command_lines_succeed_or_fail_with_one_line(tmp_path: Path) -> None:
     count = int(1500 * EFFORT)
-    judge(results := run_lines(tmp_path, count, "--runs", "--seed", "1", parts=2), count)
-    assert {"0", "2", "working"} <= {result["ended"] for result in results}
+    judge(run_lines(tmp_path, count, "--runs", "--seed", "1", parts=2), count)
 
 
 def test_every_option_of_every_verb_gets_hostile_values(tmp_path: Path) -> None:
