@@ -34,7 +34,19 @@ def test_every_method_keeps_both_budgets_and_beats_the_baseline(method: str, tmp
     references = measure_references(engine, MemoryBudget.parse("40%"))
     run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
     settings = plan_search.TuningSettings(steps=150, seed=1)
-    result = plan_search.tune(tiny_job.job(), method, engine, references, settings, run=run)
+    told: list[tuple[float, str]] = []
+    result = plan_search.tune(
+        tiny_job.job(),
+        method,
+        engine,
+        references,
+        settings,
+        run=run,
+        on_progress=lambda done, words: told.append((done, words)),
+    )
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    best = min(trial.cost for trial in result.trials if known_peak(trial.plan) <= references.memory_budget_bytes)
+    assert told[-1][1] == f"best so far: {1 / best:.2f}x as fast as the baseline"
     spent = sum(max(trial.measurement.steps, 1) for trial in result.trials) + references.steps
     assert result.tuning_steps == spent <= 150
     assert known_peak(result.plan) <= references.memory_budget_bytes

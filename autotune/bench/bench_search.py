@@ -212,7 +212,7 @@ def _run(
             TuningSettings(steps=settings.steps, seed=seed, warm_start=warm),
             run=folder,
             profile=found,
-            on_progress=lambda done, _total: reporter.advance(done),
+            on_progress=reporter.advance,
         )
     except InputError as error:
         # A planner that finds no fitting plan is charged as well, and does not arrive.

@@ -128,7 +128,7 @@ def tune(
     run: RunDirectory,
     tracker: Tracker | None = None,
     profile: Profile | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[float, str], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TuningResult:
     """Find a plan with one method.
@@ -142,7 +142,7 @@ def tune(
         run: run directory in which trials, the study and the policy are written.
         tracker: logs trials.
         profile: the job's profile; ``None`` for methods that do not plan from it.
-        on_progress: called with the number of steps spent and the limit of steps.
+        on_progress: called with the number of steps spent and a few words on the best plan so far.
         clock: returns seconds; for a resumed campaign, a clock that includes the time before the interruption.
 
     Raises:
@@ -165,7 +165,7 @@ class _Tuning:
     run: RunDirectory
     tracker: Tracker | None
     profile: Profile | None
-    on_progress: Callable[[int, int], None] | None
+    on_progress: Callable[[float, str], None] | None
     clock: Callable[[], float]
     # Window of the baseline, to which costs are relative; the finals replace it.
     reference: Measurement = field(init=False)
@@ -417,7 +417,18 @@ class _Tuning:
         if self.tracker is not None:
             track(self.tracker, self.method + suffix(self.job.launch), trial)
         if self.on_progress is not None:
-            self.on_progress(self.metered.steps_spent + self.references.steps, self.settings.steps)
+            self.on_progress(self.metered.steps_spent + self.references.steps, self._best_so_far())
+
+    def _best_so_far(self) -> str:
+        """Return in words the cost of the best plan that was measured and fits."""
+        fitting = [trial for trial in self.trials if self._is_feasible(trial.plan, trial.measurement)]
+        costs = [trial.cost for trial in fitting if trial.cost < math.inf]
+        weights = self.settings.objective.weights
+        if not costs:
+            return "no plan fits yet"
+        if weights.memory or weights.energy:
+            return f"best so far: cost {min(costs):.2f}"
+        return f"best so far: {1 / min(costs):.2f}x as fast as the baseline"
 
 
 def _first_plans(env: TuningEnv) -> list[Plan]:

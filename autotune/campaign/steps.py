@@ -115,7 +115,7 @@ def search_plan(campaign: Campaign, method: str, inputs: SearchInputs) -> plan_s
         run=inputs.run,
         tracker=inputs.tracker,
         profile=inputs.profile,
-        on_progress=lambda done, _total: campaign.reporter.advance(done),
+        on_progress=campaign.reporter.advance,
         clock=campaign.journal.clock,
     )
     return replace(result, plan=result.plan.changed(launch=campaign.launch))
