@@ -61,7 +61,7 @@ def comparison(found: Document) -> Iterator[str]:
                 entry["arm"],
                 interval(entry["time_ratio"], entry["time_ratio_ci95"]),
                 "" if entry["memory_ratio"] is None else f"{entry['memory_ratio']:.2f}",
-                "" if entry["metric_difference"] is None else f"{entry['metric_difference']:+.2%}",
+                "" if entry["metric_difference"] is None else f"{round(entry['metric_difference'], 4) + 0.0:+.2%}",
                 f"{entry['verdict']}: {entry['reason']}",
             )
             for entry in found["against_baseline"]
