@@ -97,6 +97,9 @@ def show_jobs(document: dict[str, Any], output: Console, *, as_json: bool) -> No
     """Print the combined result of several jobs; with ``as_json`` also the document."""
     from autotune.report.terminal_tables import jobs_table
 
+    for entry in document["together"]:
+        if entry["verdict"] == "not comparable":
+            output.print(f"{entry['arm']} cannot be compared: {entry['reason']}", soft_wrap=True)
     output.print(jobs_table(document))
     for entry in document["jobs"]:
         output.print(f"{entry['job']}: {entry['run']}/", soft_wrap=True)
@@ -106,13 +109,19 @@ def show_jobs(document: dict[str, Any], output: Console, *, as_json: bool) -> No
 
 
 def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
-    """Print a comparison: a table, one sentence and the paths of the files; with ``as_json`` also the document."""
+    """Print a comparison: a table, one sentence and the paths of the files; with ``as_json`` also the document.
+
+    The sentence comes first if the machine was busy, because the times in the table are doubtful then.
+    """
     from autotune.report.terminal_tables import alone_lines, comparison_table, energy_lines, plan_lines, verdict_line
 
+    if document.get("busy") is not None:
+        output.print(verdict_line(document), soft_wrap=True)
     output.print(comparison_table(document))
     for line in [*plan_lines(document), *alone_lines(document), *energy_lines(document)]:
         output.print(line, soft_wrap=True)
-    output.print(verdict_line(document))
+    if document.get("busy") is None:
+        output.print(verdict_line(document))
     output.print(f"Written: {document['run']}/ (report.html, comparison.json, plan.json, figures)", soft_wrap=True)
     if as_json:
         shared.print_json(document)
