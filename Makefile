@@ -9,7 +9,7 @@ DEV    := $(VENV)/.installed-dev
 help:
 	@echo "make demo   tune and compare a real training job (ten to fifteen minutes)"
 	@echo "make test   the test suite (a few minutes)"
-	@echo "make fuzz   hostile command lines and documents, five times as many as the tests try"
+	@echo "make fuzz   hostile command lines and documents, ten times as many as the tests try"
 	@echo "make check  formatting, lint, types, and the pages in docs/ (build/site/)"
 	@echo "make bench  the benchmarks, hours of them; results as JSON in runs/benchmarks/<device>/"
 	@echo "make clean  remove .venv, caches and builds (runs/ is kept)"

@@ -2,5 +2,5 @@
 
 import os
 
-# `make fuzz` tries five times as many as continuous integration has time for.
-EFFORT = float(os.environ.get("FUZZ_EFFORT", "0.2"))
+# `make fuzz` tries ten times as many as continuous integration has time for.
+EFFORT = float(os.environ.get("FUZZ_EFFORT", "0.1"))
