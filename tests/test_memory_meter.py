@@ -226,13 +226,14 @@ def test_host_allocation_error_of_torch_is_out_of_memory():
 # -------------------------------------------------------------------------------------------- the kernel's count
 
 
-def peaks_of(job: str, plan: Plan) -> dict[str, int]:
-    """Return the peaks measured in a new process."""
+def peaks_of(job: str, plan: Plan, space: PlanSpace) -> dict[str, int]:
+    """Return the peaks measured in a new process, which takes this one's word for the useful precisions."""
     here = Path(__file__).parent
     environment = {
         **os.environ,
         "MALLOC_MMAP_THRESHOLD_": "16384",
         "OMP_NUM_THREADS": "1",
+        PRECISIONS_VARIABLE: ",".join(map(str, space.precisions)),
         "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
@@ -250,7 +251,7 @@ def peaks_of(job: str, plan: Plan) -> dict[str, int]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["charlm", "digits"])
 @pytest.mark.usefixtures("measuring_precisions")
-def test_metered_peak_is_within_3_percent_of_the_kernel_for_8_random_plans(name):
+def test_metered_peak_is_within_3_percent_of_the_kernel_for_4_random_plans(name):
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("/proc/self/clear_refs cannot be written on this system")
     job = load_job(name)
@@ -258,9 +259,9 @@ def test_metered_peak_is_within_3_percent_of_the_kernel_for_8_random_plans(name)
     generator = np.random.default_rng(0)
     differences = []
     # Each plan is trained in its own process, which takes a while.
-    for _ in range(8):
+    for _ in range(4):
         plan = space.sample(generator)
-        peaks = peaks_of(name, plan)
+        peaks = peaks_of(name, plan, space)
         assert peaks["by_kernel_bytes"] > peaks["static_bytes"] > 0
         differences.append(peaks["by_meter_bytes"] / peaks["by_kernel_bytes"] - 1)
     print(f"{name}: median {np.median(np.abs(differences)):.4f}, worst {np.max(np.abs(differences)):.4f}")  # noqa: T201
