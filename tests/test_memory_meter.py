@@ -14,8 +14,9 @@ import pytest
 import torch
 from small_models import TinyGPT
 
-from autotune import EngineOptions, Plan, TorchEngine, load_job
+from autotune import EngineOptions, Plan, PlanSpace, TorchEngine, load_job
 from autotune.mechanics.devices import is_out_of_memory
+from autotune.mechanics.known_precisions import PRECISIONS_VARIABLE
 from autotune.mechanics.memory_meter import (
     MemoryMeter,
     resident_tensors,
