@@ -180,7 +180,7 @@ class Sleepy(Shared):
 
 class SleepyBlock(nn.Linear):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.06 if Sleepy.steps in Sleepy.busy else 0.015)
+        time.sleep(0.12 if Sleepy.steps in Sleepy.busy else 0.03)
         return super().forward(values)
 
 
