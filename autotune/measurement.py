@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -225,6 +225,20 @@ class Measurement:
             InputError: naming the first key or value that is not allowed.
         """
         return validated(cls, document, where=where, version=MEASUREMENT_VERSION)
+
+
+def quieter_window(first: Measurement, second: Measurement) -> Measurement:
+    """Return the less disturbed of two windows of one plan, with what both consumed; or the one that failed."""
+    windows = (first, second)
+    failed = [window for window in windows if window.failure is not None]
+    best = failed[0] if failed else min(windows, key=lambda window: window.waited_frac or 0.0)
+    return replace(
+        best,
+        steps=first.steps + second.steps,
+        samples=first.samples + second.samples,
+        items=first.items + second.items,
+        total_s=first.total_s + second.total_s,
+    )
 
 
 def _is_number(value: object) -> bool:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import autotune
 from autotune.agents.policy import StaticPolicy
-from autotune.campaign.comparison import GATE, find_horizon, pilot
+from autotune.campaign.comparison import GATE, _within_reach, find_horizon, pilot
 from autotune.errors import InputError
 from autotune.records.protocol import Arm, Protocol, RunRecord
 from autotune.records.verdicts import gated, judge
@@ -295,6 +295,29 @@ def test_a_target_out_of_reach_ends_the_comparison_after_its_pilot_and_names_one
     within = float(re.search(r"a target of about ([\d.]+);", str(caught.value))[1])
     found = autotune.compare(replace(job, target=within), ["sqrt"], seeds=2, runs_dir=tmp_path)
     assert all(run["reached"] for arm in found["arms"] for run in arm["runs"] if arm["name"] == "baseline")
+
+
+@pytest.mark.parametrize("evaluate_every", [5, 10])
+def test_no_target_is_proposed_that_the_untrained_model_has(evaluate_every: int, tmp_path: Path) -> None:
+    flat = tiny_job.make(target=0.0, max_steps=10, evaluate_every=evaluate_every, evaluate=lambda model: 5.0)
+    with pytest.raises(InputError, match="which is no better than before training") as caught:
+        autotune.compare(flat, ["random"], seeds=2, runs_dir=tmp_path)
+    assert "a target of about" not in str(caught.value)
+    # The pilot comes before any search, and nothing is written.
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "goal", "text"),
+    [
+        (5.00041, "min", "5.001"),
+        (0.99996, "max", "0.9999"),
+        (-1.23456, "min", "-1.234"),
+        (1234567.0, "max", "1.234e+06"),
+    ],
+)
+def test_proposed_targets_are_rounded_to_the_side_within_reach(metric: float, goal: str, text: str) -> None:
+    assert _within_reach(metric, goal) == text
 
 
 def test_a_plan_file_is_an_arm_and_a_live_arm_lists_its_plans(tmp_path: Path) -> None:

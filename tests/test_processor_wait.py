@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_job
+from leftovers import wait_until
 
 import autotune
 from autotune.campaign import comparison
 from autotune.errors import InputError
+from autotune.mechanics import processor_wait
 from autotune.mechanics.processor_wait import BUSY_VARIABLE, ProcessorWait, busy_frac, is_disturbed, mean_wait
 from autotune.report.campaign_run import read_campaign
 from autotune.report.terminal_tables import verdict_line
@@ -61,6 +66,42 @@ def test_a_process_that_sleeps_is_not_disturbed() -> None:
     assert found < 0.2
 
 
+@counted
+@pytest.mark.usefixtures("load")
+def test_what_the_process_and_its_children_take_from_each_other_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if nothing else ran on this machine.
+    monkeypatch.setattr(processor_wait, "_used_s", processor_wait._own_s)
+    assert work(0.5) == pytest.approx(0.0, abs=0.02)
+
+
+@counted
+def test_processor_time_of_children_is_that_of_the_process() -> None:
+    before = processor_wait._own_s()
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    wait_until(lambda: processor_wait._own_s() - before > 0.2, "the child's time does not count")
+    child.kill()
+    child.wait()
+    assert processor_wait._own_s() - before > 0.2
+
+
+@counted
+def test_threads_that_end_are_left_out_and_only_the_oldest_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = threading.Event()
+    threads = [threading.Thread(target=ends.wait) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    found = processor_wait._threads()
+    assert found is not None
+    assert str(os.getpid()) in found
+    assert len(found) == processor_wait._MOST_THREADS
+    gone = [path.name for path in Path("/proc/self/task").iterdir()]
+    ends.set()
+    for thread in threads:
+        thread.join()
+    monkeypatch.setattr(os, "listdir", lambda _: gone)
+    assert set(processor_wait._threads() or ()) < set(found)
+
+
 def test_windows_are_weighted_by_their_time_and_one_that_is_unknown_makes_the_whole_unknown() -> None:
     assert mean_wait([(1.0, 0.0), (3.0, 0.4)]) == pytest.approx(0.3)
     assert mean_wait([(1.0, 0.0), (3.0, None)]) is None
@@ -68,13 +109,38 @@ def test_windows_are_weighted_by_their_time_and_one_that_is_unknown_makes_the_wh
     assert not is_disturbed(None)
 
 
+def tune_for(runs: Path) -> Callable[[], dict[str, Any]]:
+    return lambda: autotune.tune(tiny_job.make(), "random", steps=45, runs_dir=runs)
+
+
+@counted
+@pytest.mark.usefixtures("load")
+def test_a_disturbed_window_is_repeated_once_and_a_search_resumes_under_another_threshold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BUSY_VARIABLE, "0")
+    found = tune_for(tmp_path)()
+    folder = Path(found["run"])
+    rows = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    windows = [row for row in rows if "window" in row["what"]]
+    repeated = [row for row in windows if row["result"]["steps"] == 2 * row["what"]["steps"]]
+    assert repeated
+    for name in ("tuned.json", "plan.json"):
+        (folder / name).unlink()
+    monkeypatch.setenv(BUSY_VARIABLE, "1")
+    again = autotune.resume(folder, job=tiny_job.make())
+    assert again["plan"] == found["plan"]
+    assert again["tuning_steps"] == found["tuning_steps"]
+
+
 @pytest.mark.parametrize("text", ["much", "-0.1", "1.5", "nan"])
 def test_a_wrong_threshold_is_refused_before_anything_is_written(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(BUSY_VARIABLE, text)
-    with pytest.raises(InputError, match=f"{BUSY_VARIABLE}: is '{text}'"):
-        autotune.compare(tiny_job.make(), ["sqrt"], seeds=2, runs_dir=tmp_path)
+    for command in (lambda: autotune.compare(tiny_job.make(), ["sqrt"], runs_dir=tmp_path), tune_for(tmp_path)):
+        with pytest.raises(InputError, match=f"{BUSY_VARIABLE}: is '{text}'"):
+            command()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -399,7 +399,15 @@ def test_failed_windows_are_not_drawn(compared: Path) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.50064, "+500 ms"), (-0.0000123, "-0.012 ms"), (0.0123, "+12 ms"), (0.0, "+0 ms"), (-0.0996, "-100 ms")],
+    [
+        (0.50064, "+500 ms"),
+        (-0.0000123, "-0.012 ms"),
+        (0.0123, "+12 ms"),
+        (0.0, "±0 ms"),
+        (-1e-17, "±0 ms"),
+        (math.inf, "+inf ms"),
+        (-0.0996, "-100 ms"),
+    ],
 )
 def test_predicted_changes_of_time_have_two_significant_digits(seconds: float, text: str) -> None:
     assert changed_milliseconds(seconds) == text

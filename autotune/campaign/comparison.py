@@ -7,6 +7,7 @@ all arms.
 
 from __future__ import annotations
 
+import decimal
 import functools
 import json
 import math
@@ -107,15 +108,25 @@ def _out_of_reach(job: Job, record: RunRecord) -> InputError:
             allowed="a baseline that trains to its end",
         )
     best = min if job.goal == "min" else max
-    # The target is best reached after about four fifths of a run, so that other seeds reach it too.
-    early = [metric for _, samples, metric in record.curve if samples <= record.samples / HORIZON]
+    trained = [(samples, metric) for _, samples, metric in record.curve if samples]
     reached = best(metric for _, _, metric in record.curve)
-    reachable = best(early or [reached])
+    # The target is best reached after about four fifths of a run, so that other seeds reach it too.
+    early = [metric for samples, metric in trained if samples <= record.samples / HORIZON] or [reached]
+    before = [metric for _, samples, metric in record.curve if not samples]
+    improved = best([best(early), *before]) not in before
+    remedies = ["more max_steps", "target=None, to compare the time per sample"]
     return InputError(
-        f"the baseline misses the target of {job.target:g}: its best metric in {record.steps} steps is {reached:g}",
+        f"the baseline misses the target of {job.target:g}: its best metric in {record.steps} steps is {reached:g}"
+        + ("" if improved else ", which is no better than before training"),
         where=f"job {job.name!r}",
-        allowed=f"a target of about {reachable:.4g}; or more max_steps; or target=None, to compare the time per sample",
+        allowed="; or ".join([f"a target of about {_within_reach(best(early), job.goal)}"] * improved + remedies),
     )
+
+
+def _within_reach(metric: float, goal: str) -> str:
+    """Return a metric in four digits, rounded to the side that is easier to reach."""
+    rounding = decimal.ROUND_CEILING if goal == "min" else decimal.ROUND_FLOOR
+    return f"{float(decimal.Context(prec=4, rounding=rounding).create_decimal(repr(metric))):g}"
 
 
 def pilot(job: Job, samples: int, *, seed: int = 0, on_step: Callable[[int], None] | None = None) -> RunRecord:
@@ -478,7 +489,9 @@ def _track(tracker: Tracker, arm: Arm, record: RunRecord) -> None:
     began, ended = record.ran_s
     key = tracker.begin(_called(arm, record), at_s=began)
     plans = [Plan.from_json(plan) for _, plan in record.plans]
-    tracker.params({"arm": arm.name, "seed": record.seed, "plan": plans[0], "plans": len(plans)}, run=key)
+    tracker.params(
+        {"arm": arm.name, "seed": record.seed, "plan": plans[0] if plans else "", "plans": len(plans)}, run=key
+    )
     for seconds, samples, metric in record.curve:
         tracker.metrics({"metric": metric, "train_s": seconds}, step=samples, run=key, at_s=began + seconds)
     tracker.metrics(

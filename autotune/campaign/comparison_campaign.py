@@ -18,7 +18,6 @@ from autotune.engines.job_checks import build_model, build_optimizer
 from autotune.io.documents import Count
 from autotune.launching import launched, split
 from autotune.mechanics.devices import device_name
-from autotune.mechanics.processor_wait import busy_frac
 from autotune.plan import Launch
 from autotune.records.protocol import Arm, Protocol
 from autotune.records.requests import CompareRequest
@@ -41,13 +40,14 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
         InputError: for wrong input, before anything is written; or if the baseline's pilot run misses the target.
     """
     names = request.arms
-    busy_frac()
     require_writable(campaign.runs)
     refuse_broken_arms([split(name, where="--arms")[0] for name in names])
     require_distinct(names)
     own, others = by_launch(campaign, names)
     refuse_small_budget(campaign)
     profile_first(campaign, own)
+    # Before any search: the baseline may miss its target.
+    horizon = _horizon(campaign)
     with contextlib.ExitStack() as opened:
         with contextlib.closing(open_engine(campaign)) as engine:
             _require_fitting(campaign, names, engine)
@@ -65,7 +65,7 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
         del engine, inputs
         for launch, group in others.items():
             arms |= launched_arms(campaign, launch, group, references.memory_budget_bytes, run, tracker)
-        document = _run_arms(campaign, [arms[name] for name in names], request.seeds, references, tracker)
+        document = _run_arms(campaign, [arms[name] for name in names], request.seeds, horizon, references, tracker)
         document = {**document, "run": str(run.path)}
         _publish(document, run, tracker)
     return document
@@ -85,7 +85,12 @@ def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str
 
 
 def _run_arms(
-    campaign: Campaign, arms: Sequence[Arm], seeds: Sequence[int], references: References, tracker: Tracker
+    campaign: Campaign,
+    arms: Sequence[Arm],
+    seeds: Sequence[int],
+    horizon_samples: int,
+    references: References,
+    tracker: Tracker,
 ) -> dict[str, Any]:
     """Train every arm on every seed and return ``comparison.json`` without the path of the run directory."""
     reporter = campaign.reporter
@@ -93,7 +98,7 @@ def _run_arms(
         job=campaign.job.name,
         arms=tuple(arm.name for arm in arms),
         seeds=tuple(seeds),
-        horizon_samples=_horizon(campaign),
+        horizon_samples=horizon_samples,
         memory_budget_bytes=references.memory_budget_bytes,
         dips=campaign.dips,
         watts=campaign.request.watts,

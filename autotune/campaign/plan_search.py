@@ -40,7 +40,6 @@ from autotune.io.documents import LARGEST_SEED
 from autotune.job import Job
 from autotune.launching import suffix
 from autotune.measurement import Measurement
-from autotune.mechanics.processor_wait import is_disturbed
 from autotune.mechanics.randomness import isolated
 from autotune.plan import Plan
 from autotune.records.results import trials_of
@@ -362,7 +361,7 @@ class _Tuning:
                 within = None if plan == baseline else self.references.memory_budget_bytes
                 self.metered.memory_budget_bytes = within
                 self.metered.apply(plan)
-                windows[plan].append(self._undisturbed())
+                windows[plan].append(self.metered.measure(_FINAL_STEPS))
         merged = {plan: merge_windows(seen) for plan, seen in windows.items()}
         if merged[baseline].failure is None:
             self.reference = merged[baseline]
@@ -372,16 +371,6 @@ class _Tuning:
         feasible = [plan for plan in finalists if self._is_feasible(plan, merged[plan])]
         best = min(feasible or finalists, key=costs.__getitem__)
         return best, merged[best], costs[best]
-
-    def _undisturbed(self) -> Measurement:
-        """Measure a window of the finals, and once more if the machine was busy; return the less disturbed one."""
-        window = self.metered.measure(_FINAL_STEPS)
-        if window.failure is not None or not is_disturbed(window.waited_frac):
-            return window
-        self.metered.step_budget += _FINAL_STEPS
-        again = self.metered.measure(_FINAL_STEPS)
-        quieter = again.failure is not None or (again.waited_frac or 0.0) < (window.waited_frac or 0.0)
-        return again if quieter else window
 
     def _is_feasible(self, plan: Plan, window: Measurement) -> bool:
         return self.settings.objective.feasible(self._observe(plan, window))

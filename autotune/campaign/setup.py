@@ -21,6 +21,7 @@ from autotune.io.progress import Reporter
 from autotune.job import Job
 from autotune.mechanics.devices import require_devices
 from autotune.mechanics.energy_meter import require_watts
+from autotune.mechanics.processor_wait import busy_frac
 from autotune.plan import Launch
 from autotune.records.journal import Journal
 from autotune.records.protocol import Dips
@@ -82,6 +83,7 @@ def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Repo
         InputError: if an option is wrong, or two options contradict each other.
     """
     refuse_while_loading()
+    busy_frac()
     dips, intensity = None, None
     if isinstance(request, CompareRequest):
         trusted.require_arms(request.arms)

@@ -108,10 +108,12 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
                 where=f"job {self.job.name!r}",
             )
         if reference.seconds_per_step is None:
+            from autotune.engines.tuning_windows import WINDOW_STEPS
+
             raise InputError(
                 f"window_steps is {self.window_steps}, and no step of the baseline's window was timed",
                 where="environment",
-                allowed=f"at least {self.window_steps + 1}",
+                allowed=f"at least {max(self.window_steps + 1, WINDOW_STEPS)}",
             )
         if self._budget is not None:
             self.memory_budget_bytes = self._budget.resolve(reference.peak_bytes or 0, reference.fragments_bytes)

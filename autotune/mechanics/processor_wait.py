@@ -1,7 +1,8 @@
-"""How long this process waited for a processor that others had, as Linux's scheduler counts it."""
+"""How long this process waited for a processor that other programs had, as Linux counts it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -14,25 +15,28 @@ BUSY_VARIABLE = "AUTOTUNE_BUSY_FRAC"
 _BUSY_FRAC = 0.1
 _TASKS = Path("/proc/self/task")
 _STAT = Path("/proc/stat")
+_MOST_THREADS = 32
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class ProcessorWait:
     """A watch that begins when it is created.
 
-    A thread waits if it could run and other threads have all processors: those of other programs, or this program's
-    own if it has more of them than there are processors. What a hypervisor takes for other machines counts too.
-    Source: schedstat and the steal time of proc(5).
+    A thread waits if it could run and other threads have all processors. What this process and its children (a loader's
+    workers, say) take from each other does not count: waiting is bounded by the share of all processors that others
+    used. What a hypervisor takes for other machines counts as used by others.
+    Source: schedstat, stat and children of proc(5).
     """
 
     def __init__(self) -> None:
         self._began_ns = time.perf_counter_ns()
         self._began = _threads()
-        self._began_stolen = _stolen()
+        self._began_used, self._began_own = _used_s(), _own_s()
 
     def frac(self) -> float | None:
         """Return the share of the time since the beginning, from 0 to 1, that threads waited in; ``None`` if unknown.
 
-        The time is the sum over all threads of the seconds in which they ran or could have run, but at least the time
+        The time is the sum over the threads of the seconds in which they ran or could have run, but at least the time
         that has passed: a process that mostly sleeps is not disturbed.
         """
         ended = _threads()
@@ -43,11 +47,13 @@ class ProcessorWait:
             before_ran, before_waited = self._began.get(thread, (0, 0))
             ran += max(after_ran - before_ran, 0)
             waited += max(after_waited - before_waited, 0)
-        passed = time.perf_counter_ns() - self._began_ns
-        share = waited / max(ran + waited, passed, 1)
-        busy, stolen = (after - before for after, before in zip(_stolen(), self._began_stolen, strict=True))
-        taken = stolen / busy if busy > 0 and stolen > 0 else 0.0
-        return 1 - (1 - share) * (1 - min(taken, 1.0))
+        passed = max(time.perf_counter_ns() - self._began_ns, 1)
+        share = waited / max(ran + waited, passed)
+        used = _used_s()
+        if used is None or self._began_used is None:
+            return share
+        others = (used - self._began_used) - (_own_s() - self._began_own)
+        return min(share, max(others, 0.0) / (passed * 1e-9 * (os.cpu_count() or 1)))
 
 
 def busy_frac() -> float:
@@ -86,31 +92,54 @@ def mean_wait(parts: Sequence[tuple[float, float | None]]) -> float | None:
 
 
 def _threads() -> dict[str, tuple[int, int]] | None:
-    """Return the nanoseconds in which each thread ran and waited; ``None`` if the system does not count them."""
+    """Return the nanoseconds in which threads ran and waited; ``None`` if the system does not count them.
+
+    The oldest threads are enough, which are the main thread and those that compute with it.
+    """
     try:
-        threads = list(_TASKS.iterdir())
-    except OSError:
+        names = sorted(os.listdir(_TASKS), key=int)[:_MOST_THREADS]  # noqa: PTH208 - a path for each would cost more
+    except (OSError, ValueError):
         return None
     found = {}
-    for thread in threads:
+    for name in names:
         try:
-            ran, waited, _ = (thread / "schedstat").read_text().split()
-        except FileNotFoundError:
+            ran, waited, _ = (int(number) for number in Path(_TASKS, name, "schedstat").read_text().split())
+        except (FileNotFoundError, ProcessLookupError):
             # The thread has ended, or the system does not count.
             continue
         except (OSError, ValueError):
             return None
-        found[thread.name] = (int(ran), int(waited))
+        found[name] = (ran, waited)
     return found or None
 
 
-def _stolen() -> tuple[int, int]:
-    """Return the ticks in which the processors were busy, and in which the hypervisor took them; 0 if unknown."""
+def _used_s() -> float | None:
+    """Return the seconds for which all processors were used, by this machine or its hypervisor; ``None`` if unknown."""
     try:
         ticks = [int(tick) for tick in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):
-        return 0, 0
+        return None
     if len(ticks) < 8:
-        return 0, 0
+        return None
     user, nice, system, _, _, irq, soft, steal = ticks
-    return user + nice + system + irq + soft + steal, steal
+    return (user + nice + system + irq + soft + steal) / _TICKS_PER_S
+
+
+def _own_s() -> float:
+    """Return the seconds of processor time of this process and its children, those of the main thread."""
+    spent = os.times()
+    total = spent.user + spent.system + spent.children_user + spent.children_system
+    with contextlib.suppress(OSError):
+        children = Path(_TASKS, str(os.getpid()), "children").read_text().split()
+        total += sum(_spent_s(child) for child in children[:_MOST_THREADS])
+    return total
+
+
+def _spent_s(process: str) -> float:
+    """Return the seconds of processor time of a process and its ended children; 0 if it has ended."""
+    try:
+        # The name in brackets may contain spaces.
+        fields = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
+        return sum(int(tick) for tick in fields[11:15]) / _TICKS_PER_S
+    except (OSError, ValueError):
+        return 0.0

@@ -18,7 +18,8 @@ from autotune.engines.engine import Engine, EngineProxy
 from autotune.errors import RunDirectoryError
 from autotune.io.documents import Count, Seconds, document, validated
 from autotune.io.files import append_json_line, open_for_appending, parse_line, read_bytes
-from autotune.measurement import Measurement
+from autotune.measurement import Measurement, quieter_window
+from autotune.mechanics.processor_wait import is_disturbed
 from autotune.plan import Plan
 from autotune.records.run_directory import BEGUN_WITH, LARGEST_LOG_BYTES, as_run_error, writing
 
@@ -153,14 +154,22 @@ class JournaledEngine(EngineProxy):
     def run(self, steps: int) -> Measurement:
         """Return the next window, from the journal if it is recorded there.
 
+        A window that was disturbed by other programs is repeated once; the steps of both count.
+
         Raises:
             EngineError: if the engine was closed.
         """
         self.require_open()
         self._prepared = max(self._prepared - 1, 0)
         asked = {"window": self.plan.to_json(), "steps": steps, "memory_budget_bytes": self.memory_budget_bytes}
-        seen = self._journal.once(asked, lambda: _finite(super(JournaledEngine, self).run(steps).to_json()))
+        seen = self._journal.once(asked, lambda: _finite(self._undisturbed(steps).to_json()))
         return Measurement.from_json(seen, where=self._journal.place)
+
+    def _undisturbed(self, steps: int) -> Measurement:
+        window = super().run(steps)
+        if window.failure is not None or not is_disturbed(window.waited_frac):
+            return window
+        return quieter_window(window, super().run(steps))
 
 
 def _finite(document: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval, Len
 
+from autotune.cost_model.paper_equations import Weights
 from autotune.errors import InputError, RunDirectoryError
 from autotune.io.documents import (
     STRICT,
@@ -60,6 +61,11 @@ class TuneConfig:
 
     def __post_init__(self) -> None:
         _require_equal(self, "method")
+        if self.asked.weights is not None:
+            try:
+                Weights.parse(self.asked.weights)
+            except InputError as error:
+                raise RunDirectoryError(f"weights: {error.problem}", allowed=error.allowed) from error
 
 
 def _require_equal(config: TuneConfig | CompareConfig, *keys: str) -> None:
@@ -470,7 +476,7 @@ class _Measured:
     seconds_per_step: Seconds | None
     peak_bytes: Bytes | None
     throughput: NotNegative | None
-    cost: Quantity
+    cost: Ratio
     sample_j: NotNegative | None
     baseline_sample_j: NotNegative | None
     energy_source: Text

@@ -31,7 +31,10 @@ def milliseconds(seconds: float | None) -> str:
 def changed_milliseconds(seconds: float) -> str:
     """Return a predicted change of a time with its sign, in two significant digits: predictions know no more."""
     value = seconds * 1e3
-    digits = 1 - math.floor(math.log10(abs(value))) if value else 0
+    if not 1e-5 < abs(value) < 1e15:
+        # Ten nanoseconds are the rounding of sums.
+        return "±0 ms" if abs(value) < 1 else f"{value:+.1e} ms"
+    digits = 1 - math.floor(math.log10(abs(value)))
     return f"{round(value, digits):+.{max(digits, 0)}f} ms"
 
 
