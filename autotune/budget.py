@@ -59,6 +59,19 @@ class MemoryBudget:
             raise BudgetError(f"memory budget is {shown}", allowed=_ALLOWED)
 
     @classmethod
+    def text_of(cls, given: str | int | None) -> str | None:
+        """Return a budget that was given as text or in bytes as text; ``None`` for none.
+
+        Raises:
+            BudgetError: if it is anything else.
+        """
+        if given is None or isinstance(given, str):
+            return given
+        if isinstance(given, bool) or not isinstance(given, int):
+            raise BudgetError(f"memory budget is {given!r}", where="memory_budget", allowed=f"bytes, {_ALLOWED}")
+        return f"{given}B"
+
+    @classmethod
     def parse(cls, text: str) -> MemoryBudget:
         """Parse a budget as users write it.
 

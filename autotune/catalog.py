@@ -76,6 +76,12 @@ def load_job(reference: str | Job) -> Job:
     """
     if isinstance(reference, Job):
         return reference
+    if not isinstance(reference, str):
+        raise JobError(
+            f"is a {type(reference).__name__}",
+            where="job",
+            allowed="a Job or its name; Job.from_loader(model, loader, loss, optimizer) makes one of what a loop has",
+        )
     if len(reference) > _LONGEST:
         raise JobError(f"a name of {len(reference)} characters", where="job", allowed=f"at most {_LONGEST}")
     name, launch = split(reference, where="job")
@@ -131,7 +137,9 @@ def _take(module: ModuleType, attribute: str, reference: str, *, declared: bool 
     """
     try:
         found = getattr(module, attribute, None)
-        if not isinstance(found, Job) and callable(found) and (not declared or _returns_a_job(found)):
+        # A model is callable, too.
+        made = isinstance(found, Job) or hasattr(found, "named_parameters")
+        if not made and callable(found) and (not declared or _returns_a_job(found)):
             found = found()
     except KeyboardInterrupt:
         raise

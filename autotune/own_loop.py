@@ -207,6 +207,13 @@ def _loss_of(
         return own_loss, labels_counted(shifted="ForCausalLM" in str(getattr(model, "loss_type", "")))
     if not callable(loss):
         raise JobError(f"loss is {loss!r}", where=WHERE, allowed="a function, a loss module, or None")
+    if getattr(loss, "__module__", None) == "torch.nn.functional":
+        name = getattr(loss, "__name__", "a function")
+        raise JobError(
+            f"loss is {name}, which takes outputs and targets",
+            where=WHERE,
+            allowed="a loss module such as nn.MSELoss(), or a function of the model and a batch",
+        )
     if not isinstance(loss, nn.Module):
         return loss, None
     criterion = loss
@@ -224,6 +231,9 @@ def _loss_of(
     if ignored is None:
         return computed, None
     return computed, lambda batch: _items(batch[1], ignored)
+
+
+_UNCOUNTED = "count=function(batch); or loss=function(model, batch) for a model that computes no loss itself"
 
 
 def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -248,7 +258,7 @@ def labels_counted(*, shifted: bool) -> Callable[[Any], int]:
     def count(batch: Any) -> int:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, torch.Tensor):
-            raise JobError("a batch has no tensor of labels", where="count", allowed="count=function(batch)")
+            raise JobError("a batch has no tensor of labels", where="count", allowed=_UNCOUNTED)
         return _items(labels[..., 1:] if shifted else labels, _IGNORED)
 
     return count

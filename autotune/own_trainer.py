@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 from autotune.errors import JobError
 from autotune.job import Job
 from autotune.own_loop import Few, job_of, labels_counted
+
+logger = logging.getLogger(__name__)
 
 WHERE = "from_trainer"
 # Packages whose own ``training_step`` the job repeats: one forward pass, its loss, one backward pass.
@@ -68,10 +71,24 @@ def _check(trainer: Any) -> None:
             where=WHERE,
             allowed="a Trainer of one device; its global batch is cut between ranks by --engine deepspeed --ranks N",
         )
+    if getattr(args, "neftune_noise_alpha", None) is not None:
+        raise JobError(
+            "neftune_noise_alpha is set, and the noise is added by the Trainer's own loop",
+            where=WHERE,
+            allowed="neftune_noise_alpha=None, or a compute_loss that adds the noise",
+        )
+    own = [type(one).__name__ for one in trainer.callback_handler.callbacks if not _is_known(one)]
+    if own:
+        logger.warning("the job does not call the Trainer's callbacks: %s", ", ".join(own))
     if args.torch_compile:
         raise JobError("torch_compile is set", where=WHERE, allowed="torch_compile=False, with +compile")
     if trainer.train_dataset is None:
         raise JobError("the Trainer has no train_dataset", where=WHERE, allowed="Trainer(train_dataset=...)")
+
+
+def _is_known(callback: object) -> bool:
+    """Tell whether a callback is one of transformers or of this package, which leave the training as it is."""
+    return type(callback).__module__.startswith(("transformers.", "autotune."))
 
 
 def _train_loader(trainer: Any, size: int) -> Any:

@@ -29,6 +29,8 @@ def arm_names(given: Sequence[str]) -> list[str]:
     Raises:
         InputError: if a name is empty or repeated, or there is nothing to compare.
     """
+    if isinstance(given, str):
+        raise InputError(f"arms is {given!r}", where="arms", allowed=f"a list of names, as in [{given!r}]")
     if not all(given) or len({canonical(name, where="--arms") for name in given}) < len(given):
         raise InputError(
             f"arms are {','.join(given)!r}", where="--arms", allowed="different names, separated by commas"

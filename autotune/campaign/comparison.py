@@ -67,16 +67,16 @@ def find_horizon(
         needs_target: whether a job whose first pilot misses its target is refused.
 
     Returns:
-        Samples, a multiple of the evaluation interval; the job's own length if the first pilot misses the target, or if
-        the job has none.
+        Samples, a multiple of the evaluation interval; the job's own length if it has no target. If the first pilot
+        misses the target, that length rounded up.
 
     Raises:
         InputError: if the first pilot misses a target that is needed; the message has one within reach.
     """
     stride = job.evaluate_every * job.batch_size
-    length = math.ceil(job.total_samples / stride) * stride
     if job.target is None:
-        return length
+        return job.total_samples
+    length = math.ceil(job.total_samples / stride) * stride
     arrivals: dict[int, float] = {}
     longest_missed = 0
     for number in range(_PILOTS):
@@ -275,7 +275,7 @@ class _Run:
         self._evaluate()
         if stop_at_target and record.reached:
             return record
-        while engine.progress.samples < self.samples:
+        while self._goes_on():
             window = self._run_window()
             reference = reference or window
             if window.failure is not None and not self._survived(window):
@@ -302,6 +302,16 @@ class _Run:
             # Without a target, a run ends with its last sample.
             record.reached, record.time_to_target_s = True, record.curve[-1][0]
         return record
+
+    def _goes_on(self) -> bool:
+        """Tell whether the run has not ended: at its steps if these are the job's own length, else at its samples."""
+        progress = self.engine.progress
+        return progress.samples < self.samples and (self._last_step is None or progress.steps < self._last_step)
+
+    @property
+    def _last_step(self) -> int | None:
+        # Without a target, a run is as long as the user's, also if batches are ragged.
+        return self.job.max_steps if self.job.target is None and self.job.batching == "fixed" else None
 
     def _run_window(self) -> Measurement:
         """Train to the next evaluation; with dips, repeat an out-of-memory window under the leanest plan."""
@@ -338,7 +348,8 @@ class _Run:
             per_step *= self.engine.plan.accumulation_steps
         stride = self.job.evaluate_every * self.job.batch_size
         left = min(self.samples, began + stride) - self.engine.progress.samples
-        return max(1, math.ceil(left / per_step))
+        steps = max(1, math.ceil(left / per_step))
+        return steps if self._last_step is None else min(steps, self._last_step - self.engine.progress.steps)
 
     def _apply(self, plan: Plan) -> None:
         if not self._record.plans or plan != self.engine.plan:

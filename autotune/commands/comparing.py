@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from autotune.budget import MemoryBudget
 from autotune.campaign import comparison_campaign
 from autotune.campaign.arms import arm_names
 from autotune.campaign.setup import prepare
@@ -21,7 +22,7 @@ def compare(
     arms: Sequence[str],
     *,
     seeds: int = 10,
-    memory_budget: str | None = None,
+    memory_budget: str | int | None = None,
     steps: int = 120,
     trials: int | None = None,
     seed: int = 0,
@@ -60,7 +61,7 @@ def compare(
     """
     options = CompareOptions(
         seeds=seeds,
-        memory_budget=memory_budget,
+        memory_budget=MemoryBudget.text_of(memory_budget),
         steps=steps,
         trials=trials,
         seed=seed,

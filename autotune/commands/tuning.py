@@ -24,7 +24,7 @@ def tune(
     job: str | Job,
     method: str = "ppo",
     *,
-    memory_budget: str | None = None,
+    memory_budget: str | int | None = None,
     steps: int = 120,
     trials: int | None = None,
     seed: int = 0,
@@ -44,7 +44,8 @@ def tune(
         job: the job, or its reference.
         method: ``exact``, ``greedy``, ``planner``, ``ppo``, ``random``, ``optuna``, ``optuna-prices`` or
             ``ppo-scratch``.
-        memory_budget: a size (``20GiB``) or a share of the FP32 baseline's peak (``75%``); ``None`` for no budget.
+        memory_budget: bytes, a size (``20GiB``) or a share of the FP32 baseline's peak (``75%``); ``None`` for no
+            budget.
         steps: number of real optimizer steps that may be spent.
         trials: number of plans that may be measured; ``None`` for as many as the steps allow.
         seed: random seed for the search and for the engine.
@@ -71,7 +72,7 @@ def tune(
     request = TuneRequest(
         job=reference_of(job),
         method=method,
-        memory_budget=memory_budget,
+        memory_budget=MemoryBudget.text_of(memory_budget),
         steps=steps,
         trials=trials,
         seed=seed,

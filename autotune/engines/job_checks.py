@@ -18,6 +18,7 @@ from autotune.job import Job
 from autotune.measurement import Failure
 from autotune.mechanics import controls, stepping
 from autotune.mechanics.activations import uncopyable_argument
+from autotune.mechanics.buffers import copy_buffers, undo_writes
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.own_loop import require_stepped
@@ -27,6 +28,10 @@ from autotune.units import Unit, units_of
 _Answer = TypeVar("_Answer")
 
 logger = logging.getLogger(__name__)
+
+
+# How the job's functions are called, for who gives another one.
+_CALLED = {"loss": "loss(model, batch) that returns a scalar tensor, the mean over the items"}
 
 
 def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[str, str]]:
@@ -47,6 +52,15 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
     Raises:
         JobError: if the loss raises, is not a scalar tensor or has no gradient, or the count is wrong.
     """
+    # A forward pass may write to buffers, in evaluation mode too.
+    buffers = copy_buffers(model)
+    try:
+        return _inspected(job, model, batch)
+    finally:
+        undo_writes(model, buffers)
+
+
+def _inspected(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[str, str]]:
     units = units_of(model, job.units)
     ask(job, "count", lambda: stepping.count_items(batch, job.count))
     locks: dict[str, str] = {}
@@ -97,7 +111,9 @@ def ask(job: Job, part: str, call: Callable[[], _Answer]) -> _Answer:
     except InputError:
         raise
     except Exception as error:
-        raise JobError(f"{part} raised {type(error).__name__}: {error}", where=f"job {job.name!r}") from error
+        raise JobError(
+            f"{part} raised {type(error).__name__}: {error}", where=f"job {job.name!r}", allowed=_CALLED.get(part, "")
+        ) from error
 
 
 def build_model(job: Job) -> nn.Module:

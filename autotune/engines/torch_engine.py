@@ -21,6 +21,7 @@ from autotune.engines.engine import EngineBase
 from autotune.engines.job_checks import ask, build_model, build_optimizer, classify, inspect_job
 from autotune.engines.learning_rates import LearningRates
 from autotune.engines.measured_window import StepReport, Window, spent
+from autotune.errors import JobError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, devices, randomness, stepping
@@ -210,7 +211,12 @@ class TorchEngine(EngineBase):
         try:
             with self._own_fp32(), randomness.isolated(), torch.no_grad(), controls.suspended(self.model):
                 self.model.eval()
-                return float(self.job.evaluate(self.model))
+                metric = self.job.evaluate(self.model)
+                try:
+                    return float(metric)
+                except (TypeError, ValueError) as error:
+                    shown = f"evaluate returned {type(metric).__name__}"
+                    raise JobError(shown, where=f"job {self.job.name!r}", allowed="a number") from error
         finally:
             for module, training in modes.items():
                 module.training = training

@@ -92,6 +92,8 @@ class _Steps:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, tuner: LiveTuner) -> None:
         self._tuner = tuner
         self._came_back = False
+        # Whether the model's forward pass or the optimizer's step runs.
+        self._within = False
         # These hooks keep the tuner alive as long as the model; those of the optimizer must not.
         self._handles = [model.register_forward_pre_hook(WatchingHook(self._before))]
         self._passes = MicroSteps(model, tuner)
@@ -101,22 +103,31 @@ class _Steps:
 
         def updating(*_: object) -> None:
             if (steps := this()) is not None:
+                steps._within = True
                 steps._passes.update()
 
         def updated(*_: object) -> None:
             if (steps := this()) is not None:
                 steps._end()
 
+        def leaving() -> None:
+            # While the hooks run they cannot be removed: the last one of them does it then.
+            if (steps := this()) is not None and not steps._within:
+                steps._leave()
+
         self._handles += [optimizer.register_step_pre_hook(updating), optimizer.register_step_post_hook(updated)]
+        tuner.when_detached(leaving)
         self._passes.begin()
 
     def _before(self, module: nn.Module, _args: object) -> None:
+        self._within = True
         if self._came_back and module.training and torch.is_grad_enabled():
             # A backward pass has run since the last forward pass, and no update: the loop accumulates.
             self._came_back = False
             self._passes.next()
 
     def _after(self, module: nn.Module, _args: object, output: Any) -> None:
+        self._within = False
         if not self._tuner.attached:
             self._leave()
         elif module.training and torch.is_grad_enabled():
@@ -130,7 +141,9 @@ class _Steps:
 
     def _end(self) -> None:
         self._came_back = False
+        # This one is the last hook of the step.
         self._passes.end(stepped=True)
+        self._within = False
         if self._tuner.attached:
             self._passes.begin()
         else:

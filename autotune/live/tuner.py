@@ -261,6 +261,16 @@ class LiveTuner:
             controls.remove(self._facts.model)
             pilot.log.write("detached", pilot.step, reason=reason, locks=self._found_locks, **figures)
 
+    def when_detached(self, call: Callable[[], None]) -> None:
+        """Call a function when this tuner is detached, besides what happens then anyway."""
+        former = self._on_detach
+
+        def both() -> None:
+            former()
+            call()
+
+        self._on_detach = both
+
     def __enter__(self) -> LiveTuner:
         return self
 

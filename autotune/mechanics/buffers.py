@@ -163,6 +163,12 @@ def write_buffers(module: nn.Module, copies: Mapping[str, torch.Tensor]) -> None
             buffers[name].copy_(copied)
 
 
+def undo_writes(module: nn.Module, copies: Mapping[str, torch.Tensor]) -> None:
+    """Write copied values back into those buffers of a module that have changed; a buffer may share its elements."""
+    buffers = dict(module.named_buffers())
+    write_buffers(module, {name: one for name, one in copies.items() if not _equal(buffers[name], one)})
+
+
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, key = name.rpartition(".")
     return module.get_submodule(path), key

@@ -173,7 +173,7 @@ def paired_seeds(count: int, *, tuning_seed: int | None = None) -> tuple[int, ..
     Raises:
         InputError: for fewer than 2 or more than 1000.
     """
-    if not 2 <= count <= _MOST_SEEDS:
-        raise InputError(f"seeds is {count}", where="--seeds", allowed=f"at least 2, at most {_MOST_SEEDS}")
+    if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count <= _MOST_SEEDS:
+        raise InputError(f"seeds is {count!r}", where="--seeds", allowed=f"at least 2, at most {_MOST_SEEDS}")
     fresh = [seed for seed in range(_FIRST_SEED, _FIRST_SEED + count + 1) if seed != tuning_seed]
     return tuple(fresh[:count])
