@@ -169,7 +169,7 @@ def test_tune_over_ranks_writes_the_stage_into_the_plan(tmp_path: Path, capsys: 
 
 @installed
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_profile_of_ranks_predicts_the_memory_of_their_plans(stage: int) -> None:
     job = f"{TESTS / 'rank_jobs.py'}:transformer"
     ranks = RankOptions(count=2, zero_stage=stage)

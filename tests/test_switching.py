@@ -85,13 +85,13 @@ def counting_job(calls: list[int], **changes: Any) -> Job:
 
 
 @pytest.mark.slow
-def test_micro_batch_counts_are_exact_over_10000_random_switches_of_k():
+def test_micro_batch_counts_are_exact_over_2000_random_switches_of_k():
     calls: list[int] = []
     engine = TorchEngine(counting_job(calls), options=UNMETERED)
     generator = np.random.default_rng(0)
     plans = {k: engine.plan.changed(accumulation_steps=k) for k in (1, 2, 4, 8)}
     applied = []
-    for _ in range(10_000):
+    for _ in range(2_000):
         k = int(generator.choice([1, 2, 4, 8]))
         engine.apply(plans[k])
         calls.clear()
@@ -99,8 +99,8 @@ def test_micro_batch_counts_are_exact_over_10000_random_switches_of_k():
         assert calls == [8 // k] * k
         assert (measured.steps, measured.samples, measured.items) == (1, 8, 8)
         applied.append(k)
-    assert sum(one != other for one, other in pairwise(applied)) >= 7000
-    assert engine.progress.steps == engine.progress.batches == 10_000
+    assert sum(one != other for one, other in pairwise(applied)) >= 1400
+    assert engine.progress.steps == engine.progress.batches == 2_000
 
 
 def test_adaptive_batching_consumes_k_batches_per_step_over_1000_random_switches_of_k():
