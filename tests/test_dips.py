@@ -51,7 +51,7 @@ def run(peaks: tuple[int, int], dips: Dips | None, policy, **changes: object) ->
         memory_budget_bytes=int(peaks[0] * 1.05),
         dips=dips,
     )
-    return RunRecord.from_json(_run_arm(job, Arm(name="one", policy=policy), 1, protocol, None))
+    return _run_arm(job, Arm(name="one", policy=policy), 1, protocol, None)
 
 
 def test_plan_too_large_for_a_dip_fails_there_and_continues(peaks) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -30,14 +31,13 @@ counted = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="
 
 @pytest.fixture
 def load() -> Iterator[None]:
-    """Run two programs per core that never rest."""
-    programs = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * len(os.sched_getaffinity(0)))
-    ]
+    """Run two programs per core that never rest and are no children of this one."""
+    count = 2 * len(os.sched_getaffinity(0))
+    start = f"for i in $(seq {count}); do {sys.executable} -c 'while True: pass' >/dev/null 2>&1 & echo $!; done"
+    found = subprocess.run(["sh", "-c", start], capture_output=True, text=True, check=True)
     yield
-    for program in programs:
-        program.kill()
-        program.wait()
+    for process in found.stdout.split():
+        os.kill(int(process), signal.SIGKILL)
 
 
 def work(seconds: float) -> float | None:
