@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,28 @@ os.environ.setdefault(known_precisions.PRECISIONS_VARIABLE, _FAST)
 # Other tests run beside each one, so that a busy machine is accepted; tests of this remove it.
 os.environ.setdefault(processor_wait.BUSY_VARIABLE, "1")
 
+# The slow tests of the zoo are many and alike: a third of them runs each day, all by `make zoo`. Worker processes
+# inherit the day, so that midnight does not divide them.
+_THIRD = int(os.environ.setdefault("ZOO_DAY", str(datetime.now(UTC).toordinal()))) % 3
+_ZOO = ("test_zoo.py", "test_zoo_faults.py", "test_zoo_traces.py")
+
 # Times differ by machine; what is asserted never depends on them.
 settings.register_profile("autotune", deadline=None)
 settings.load_profile("autotune")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the zoo's slow tests of other days."""
+    if "ZOO_ALL" in os.environ:
+        return
+    others = {
+        item
+        for item in items
+        if item.path.name in _ZOO and item.get_closest_marker("slow") and zlib.crc32(item.name.encode()) % 3 != _THIRD
+    }
+    if others:
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(autouse=True, scope="session")
