@@ -5,12 +5,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
-.PHONY: demo test test-slow fuzz zoo check bench clean help
+.PHONY: demo test test-slow test-all fuzz check bench clean help
 help:
 	@echo "make demo   tune and compare a real training job (ten to fifteen minutes)"
 	@echo "make test   the test suite (a few minutes)"
 	@echo "make fuzz   hostile command lines and documents, ten times as many as the tests try"
-	@echo "make zoo    all training loops of the zoo, of which the tests try a third each day"
+	@echo "make test-slow, make test-all   the slow tests of the day; all tests, for hours"
 	@echo "make check  formatting, lint, types, and the pages in docs/ (build/site/)"
 	@echo "make bench  the benchmarks, hours of them; results as JSON in runs/benchmarks/<device>/"
 	@echo "make clean  remove .venv, caches and builds (runs/ is kept)"
@@ -37,11 +37,11 @@ test: $(DEV)
 test-slow: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
+test-all: $(DEV)
+	SLOW_ALL=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
 fuzz: $(DEV)
 	FUZZ_EFFORT=1 $(BIN)/python -m pytest -q -n 2 tests/fuzz
-
-zoo: $(DEV)
-	ZOO_ALL=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/test_zoo.py tests/test_zoo_faults.py tests/test_zoo_traces.py
 
 check: $(DEV)
 	$(BIN)/ruff format --check .

@@ -25,9 +25,9 @@ os.environ.setdefault(known_precisions.PRECISIONS_VARIABLE, _FAST)
 # Other tests run beside each one, so that a busy machine is accepted; tests of this remove it.
 os.environ.setdefault(processor_wait.BUSY_VARIABLE, "1")
 
-# The slow tests of the zoo are many and alike: a third of them runs each day, all by `make zoo`. Worker processes
-# inherit the day, so that midnight does not divide them.
-_THIRD = int(os.environ.setdefault("ZOO_DAY", str(datetime.now(UTC).toordinal()))) % 3
+# Continuous integration has time for a half of the slow tests each day, and a third of the zoo's, which are many and
+# alike; `make test-all` runs all of them. Worker processes inherit the day, so that midnight does not divide them.
+_DAY = int(os.environ.setdefault("SLOW_DAY", str(datetime.now(UTC).toordinal())))
 _ZOO = ("test_zoo.py", "test_zoo_faults.py", "test_zoo_traces.py")
 
 # Times differ by machine; what is asserted never depends on them.
@@ -36,17 +36,18 @@ settings.load_profile("autotune")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the zoo's slow tests of other days."""
-    if "ZOO_ALL" in os.environ:
+    """Leave out the slow tests of other days, unless tests are named by themselves."""
+    if "SLOW_ALL" in os.environ or any("::" in argument for argument in config.args):
         return
-    others = {
-        item
-        for item in items
-        if item.path.name in _ZOO and item.get_closest_marker("slow") and zlib.crc32(item.name.encode()) % 3 != _THIRD
-    }
+    others = {item for item in items if item.get_closest_marker("slow") and not _is_due(item)}
     if others:
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
+
+
+def _is_due(item: pytest.Item) -> bool:
+    days = 3 if item.path.name in _ZOO else 2
+    return zlib.crc32(item.name.encode()) % days == _DAY % days
 
 
 @pytest.fixture(autouse=True, scope="session")
