@@ -21,7 +21,6 @@ def command_line() -> str:
     found = re.sub(
         r"^Examples:\n((?:  .*\n)+)", lambda match: f"```console\n{match[1]}```\n", found, flags=re.MULTILINE
     )
-    # Names of options in braces or angle brackets are no HTML.
     return found.replace("# `autotune`", "# Command line", 1)
 
 

@@ -141,7 +141,6 @@ class _Steps:
 
     def _end(self) -> None:
         self._came_back = False
-        # This one is the last hook of the step.
         self._passes.end(stepped=True)
         self._within = False
         if self._tuner.attached:
