@@ -131,7 +131,7 @@ def gated(entries: Sequence[Mapping[str, Any]], gate: Mapping[str, Any]) -> list
         f"the baseline is called {gate['verdict']} than itself{ratio}: differences between arms are within the "
         "machine's noise"
     )
-    return [{**entry, "verdict": "not comparable", "reason": reason} for entry in entries]
+    return _without_verdicts(entries, reason)
 
 
 def disturbed(entries: Sequence[Mapping[str, Any]], busy: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -145,6 +145,10 @@ def disturbed(entries: Sequence[Mapping[str, Any]], busy: Mapping[str, Any]) -> 
         f"the machine was busy: {busy['runs']} of {busy['of']} runs waited for a processor for up to "
         f"{busy['waited_frac_max']:.0%} of their time, also when they were repeated"
     )
+    return _without_verdicts(entries, reason)
+
+
+def _without_verdicts(entries: Sequence[Mapping[str, Any]], reason: str) -> list[dict[str, Any]]:
     return [{**entry, "verdict": "not comparable", "reason": reason} for entry in entries]
 
 
