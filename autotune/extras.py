@@ -19,6 +19,8 @@ EXTRAS: Mapping[str, str] = {
     "psycopg": "postgres",
     "pytorch_optimizer": "optimizers",
     "bitsandbytes": "optimizers",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
 }
 
 

@@ -16,7 +16,7 @@ from fake_accelerator.fixtures import accelerator  # noqa: F401
 from hypothesis import settings
 
 from autotune.mechanics import known_precisions, processor_wait
-from autotune.records import tracking
+from autotune.records import to_mlflow
 
 # Machines differ in what they compute fast. Every process of a test inherits this; tests of the measurement remove it.
 _FAST = "fp32,bf16,fp16" if torch.accelerator.is_available() else "fp32,bf16"
@@ -71,7 +71,7 @@ def _collect_only_what_the_module_makes() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _tables_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let MLflow make its tables once in this process, and copy them into further databases: they take seconds."""
-    made, make = tmp_path_factory.mktemp("tables") / "mlflow.db", tracking._make_tables
+    made, make = tmp_path_factory.mktemp("tables") / "mlflow.db", to_mlflow._make_tables
 
     def copy(database: Path) -> None:
         if not made.exists():
@@ -79,7 +79,7 @@ def _tables_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         shutil.copyfile(made, database)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking, "_make_tables", copy)
+        patch.setattr(to_mlflow, "_make_tables", copy)
         yield
 
 

@@ -17,13 +17,13 @@ from test_tracking import runs_in
 import autotune
 from autotune import AttachError, Settings
 from autotune.live import attach as attach_module
-from autotune.live import mlflow_process
+from autotune.live import following_process
 from autotune.live.integrations.attaching_callback import Attaches
-from autotune.records.mlflow_following import Counts, LogReader, Sender, metrics_of
-from autotune.records.mlflow_following import follow as follow_log
+from autotune.records.log_following import Counts, LogReader, Sender, metrics_of
+from autotune.records.log_following import follow as follow_log
 from autotune.records.tracking import SPOOL, Tracker
 
-FOLLOWED = Settings(mlflow=True)
+FOLLOWED = Settings(report_to="mlflow")
 
 
 class OfAFramework(Attaches):
@@ -39,7 +39,7 @@ class OfAFramework(Attaches):
 
 def test_only_the_first_of_several_processes_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[Path] = []
-    monkeypatch.setattr(attach_module, "follow", followed.append)
+    monkeypatch.setattr(attach_module, "follow", lambda folder, report_to: followed.append(folder))
     for is_first in (True, False):
         OfAFramework("exact", runs_dir=tmp_path, settings=FOLLOWED).begin(is_first=is_first).detach()
     assert len(followed) == len(list(tmp_path.iterdir())) == 1
@@ -47,7 +47,7 @@ def test_only_the_first_of_several_processes_sends(tmp_path: Path, monkeypatch: 
     assert len(followed) == 1
 
 
-def test_mlflow_without_a_log_folder_is_rejected() -> None:
+def test_tracker_without_a_log_folder_is_rejected() -> None:
     with pytest.raises(AttachError, match="runs_dir is None"):
         train(deep_gpt, token_batches, gpt_loss, 1, settings=FOLLOWED)
 
@@ -56,8 +56,8 @@ def test_sender_process_that_cannot_start_causes_only_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
-    assert not mlflow_process.follow(tmp_path)
-    assert "MLflow is not followed" in caplog.text
+    assert not following_process.follow(tmp_path, "mlflow")
+    assert "is not sent to mlflow" in caplog.text
 
 
 def train_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
@@ -88,7 +88,7 @@ def test_followed_run_is_bit_identical_and_keeps_records_that_a_dead_server_miss
     assert rows[-1]["values"] == {"status": "FINISHED"}
     switches = sum('"switched"' in row for row in (folder / "decisions.jsonl").read_text().splitlines())
     assert [row["values"]["switches"] for row in rows if "switches" in row["values"]][-1] == switches > 0
-    assert "does not answer" in (folder / mlflow_process.OUTPUT).read_text()
+    assert "does not answer" in (folder / following_process.OUTPUT).read_text()
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_log_arrives_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     events = [json.loads(row) for row in (folder / "decisions.jsonl").read_text().splitlines()]
     decided = [event for event in events if event["event"] == "decision"]
     (run,) = runs_in(f"sqlite:///{tmp_path / 'tracked.db'}")
-    assert run.info.status == "FINISHED", (folder / mlflow_process.OUTPUT).read_text()
+    assert run.info.status == "FINISHED", (folder / following_process.OUTPUT).read_text()
     assert run.data.params["units"] == "8"
     assert run.data.tags["detached_because"] == "detach() was called"
     assert run.data.metrics["switches"] == sum(event["event"] == "switched" for event in events) > 0
@@ -109,7 +109,7 @@ def test_log_of_a_killed_run_is_sent_and_marked_failed(tmp_path: Path, monkeypat
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     (tmp_path / "decisions.jsonl").write_text('{"event": "attached", "step": 0, "model": "net"}\n')
     # The sender is not our child: the process that wrote the log is gone.
-    follow_log(tmp_path, process=-1, poll_s=0.0)
+    follow_log(tmp_path, -1, "mlflow", poll_s=0.0)
     rows = [json.loads(row) for row in (tmp_path / SPOOL).read_text().splitlines()]
     assert [row["values"].get("model") for row in rows if row["kind"] == "params"] == ["net"]
     assert rows[-1]["values"] == {"status": "FAILED"}

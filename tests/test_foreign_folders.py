@@ -24,7 +24,8 @@ from autotune.errors import RunLockedError
 from autotune.io.run_folder import WriterLock
 from autotune.plan import Plan
 from autotune.records.run_directory import RunDirectory
-from autotune.records.tracking import DATABASE, send_pending
+from autotune.records.to_mlflow import DATABASE
+from autotune.records.tracking import send_pending
 from autotune.records.tracking_spool import CURSOR, SPOOL
 
 JOB = Path(tiny_job.__file__)

@@ -26,7 +26,8 @@ from autotune.io.run_folder import WriterLock
 from autotune.profiling.profile_index import _is_source
 from autotune.records.results import trials_of
 from autotune.records.run_directory import RunDirectory
-from autotune.records.tracking import DATABASE, EXPERIMENT, Tracker, send_pending, tracking_uri
+from autotune.records.to_mlflow import DATABASE, EXPERIMENT, tracking_uri
+from autotune.records.tracking import Tracker, send_pending
 from autotune.records.tracking_spool import CURSOR, SPOOL
 from autotune.report.sheets import _as_csv
 from autotune.simulator.random_jobs import Shape, draw_profile

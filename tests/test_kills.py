@@ -118,7 +118,7 @@ model = deep_gpt()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 tuner = autotune.attach(
     model, optimizer, "exact", limits=RESTLESS, memory_budget_bytes=10**9, runs_dir=sys.argv[1],
-    settings=autotune.Settings(mlflow=True),
+    settings=autotune.Settings(report_to="mlflow"),
 )
 for batch in token_batches(1000):
     for micro in tuner.micro_batches(batch):

@@ -10,6 +10,7 @@ from chromium import BINARY, Chromium, chromium
 from test_live import Wanders
 from test_report_attached import attach_and_train
 
+from autotune.budget import MemoryBudget
 from autotune.cli.main import run as run_command
 from autotune.report.plot import Axis, Layer, Plot, Shape, axis_around
 from autotune.report.rendering import environment
@@ -142,11 +143,49 @@ def test_verdict_plan_and_reason_for_one_layer_need_at_most_one_scroll(
         assert ends[2] <= 2 * height
 
 
+def press(browser: Chromium, key: str) -> None:
+    codes = {"Tab": 9, "ArrowRight": 39, "ArrowLeft": 37}
+    for kind in ("keyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+
+
+def test_tables_are_sorted_by_a_columns_name(compared: Path, browser: Chromium) -> None:
+    browser.open(compared / "report.html", width=1600)
+    cells = "[...document.querySelector('table').tBodies[0].rows].map(row => row.cells[{}].textContent)"
+    heads = browser.value("[...document.querySelector('table').tHead.rows[0].cells].map(cell => cell.textContent)")
+    column = next(number for number, name in enumerate(heads) if "peak" in name)
+    written = browser.value(cells.format(column))
+    orders = []
+    for _ in range(3):
+        browser.value(f"document.querySelectorAll('table')[0].querySelectorAll('th button')[{column}].click()")
+        orders.append(browser.value(cells.format(column)))
+    # "632.1 KiB (58%)"
+    sizes = [[MemoryBudget.parse("".join(text.split()[:2])).size_bytes for text in order] for order in orders]
+    assert len(written) > 1
+    assert sizes[0] == sorted(sizes[0])
+    assert sizes[1] == sorted(sizes[1], reverse=True)
+    assert orders[2] == written
+
+
+def test_marks_of_a_figure_are_told_by_arrow_keys(compared: Path, browser: Chromium) -> None:
+    browser.open(compared / "report.html", width=1600)
+    browser.value(
+        "[...document.querySelectorAll('svg[tabindex]')].find(one => one.getBoundingClientRect().width).focus()"
+    )
+    told = "document.activeElement.closest('figure').querySelector('output').textContent"
+    titles = browser.value("[...document.activeElement.querySelectorAll('g > title')].map(one => one.textContent)")
+    seen = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
+        press(browser, key)
+        seen.append(browser.value(told))
+    assert seen == [titles[0], titles[1], titles[0]]
+    assert browser.value("document.querySelectorAll('.chosen').length") == 1
+
+
 def test_scrollable_list_is_reachable_by_keyboard(compared: Path, browser: Chromium) -> None:
     browser.open(compared / "report.html", width=400)
-    for _ in range(40):
-        for kind in ("keyDown", "keyUp"):
-            browser.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+    for _ in range(60):
+        press(browser, "Tab")
         if browser.value("document.activeElement.className") == "scroll tall":
             return
     raise AssertionError("the list of units is never in focus")

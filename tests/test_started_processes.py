@@ -56,11 +56,11 @@ FOLLOWED = """
 import json, time
 from pathlib import Path
 from autotune.live.decision_log import LOG_NAME
-from autotune.live.mlflow_process import follow
+from autotune.live.following_process import follow
 
 folder = Path("runs/attached")
 folder.mkdir(parents=True)
-assert follow(folder)
+assert follow(folder, "mlflow")
 (folder / LOG_NAME).write_text(json.dumps({"event": "detached", "step": 1, "reason": "done"}) + "\\n")
 sent = folder / "tracking-sent.json"
 while not sent.exists() or not json.loads(sent.read_text())["sent"]:

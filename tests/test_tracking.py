@@ -16,7 +16,8 @@ import tiny_job
 from leftovers import wait_until
 
 import autotune
-from autotune.records.tracking import CURSOR, EXPERIMENT, SPOOL, Tracker, send_pending, tracking_uri
+from autotune.records.to_mlflow import EXPERIMENT, tracking_uri
+from autotune.records.tracking import CURSOR, SPOOL, Tracker, send_pending
 
 
 def runs_in(uri: str) -> list:

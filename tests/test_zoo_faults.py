@@ -133,7 +133,9 @@ class Faulty(Run):
     def arguments(self, **options: Any) -> dict[str, Any]:
         """Add the run's folder and faults outside the run to the arguments."""
         found = {**super().arguments(**options), "runs_dir": self.folder}
-        found["settings"] = replace(found.get("settings", Settings()), mlflow=self.fault == "server")
+        found["settings"] = replace(
+            found.get("settings", Settings()), report_to="mlflow" if self.fault == "server" else "none"
+        )
         if self.fault == "lie":
             found["memory_budget_bytes"] = self._lie
         return found

@@ -12,7 +12,7 @@ import pytest
 from leftovers import MARK, processes, wait_until
 from test_tracking import dead_server
 
-from autotune.live.mlflow_process import OUTPUT
+from autotune.live.following_process import OUTPUT
 from autotune.records.tracking_spool import SPOOL
 
 TESTS = Path(__file__).parent
@@ -36,7 +36,7 @@ class Lost(Run):
 loop = loop_of("gpt")
 alone = trained(loop, Run(steps=12))
 attaching = dict(policy=Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=sys.argv[1])
-attaching["settings"] = autotune.Settings(mlflow=True)
+attaching["settings"] = autotune.Settings(report_to="mlflow")
 attached = trained(loop, Lost(attaching, steps=12))
 assert_same(alone, attached)
 (child,) = (child for path in Path("/proc/self/task").glob("*/children") for child in path.read_text().split())

@@ -27,6 +27,7 @@ from autotune.records.journal import Journal
 from autotune.records.protocol import Dips
 from autotune.records.requests import CompareRequest, Request, reference_of
 from autotune.records.run_directory import RunDirectory
+from autotune.report_to import chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Repo
     """
     refuse_while_loading()
     busy_frac()
+    chosen(request.report_to, where="--report-to")
     dips, intensity = None, None
     if isinstance(request, CompareRequest):
         trusted.require_arms(request.arms)

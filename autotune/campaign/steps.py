@@ -93,7 +93,7 @@ def begin_run(campaign: Campaign, verb: str, config: dict[str, Any]) -> RunDirec
 
 def begin_tracking(campaign: Campaign, run: RunDirectory, name: str) -> Tracker:
     """Return the tracker of a campaign; its parent run has what was asked as parameters."""
-    tracker = Tracker(campaign.runs, run.path, name)
+    tracker = Tracker(campaign.runs, run.path, name, campaign.request.report_to)
     # An address of a database may name its user.
     asked = {name: value for name, value in asdict(campaign.request).items() if value is not None and name != "storage"}
     tracker.params({**asked, "job": campaign.job.name})

@@ -12,6 +12,7 @@ from autotune.cli.console import (
     BudgetOption,
     JsonOption,
     LeanOption,
+    ReportToOption,
     RunsOption,
     SeedOption,
     StepsOption,
@@ -59,6 +60,7 @@ def command(
         ),
     ] = None,
     seed: SeedOption = 0,
+    report_to: ReportToOption = None,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
@@ -79,6 +81,7 @@ def command(
         watts=watts,
         carbon_intensity=carbon_intensity,
         seed=seed,
+        report_to=report_to,
     )
     names = [name.strip() for name in arms.split(",")]
     output = shared.console(as_json=as_json)

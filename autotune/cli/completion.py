@@ -1,4 +1,4 @@
-"""Values that a shell completes: jobs, methods, arms and devices."""
+"""Values that a shell completes: jobs, methods, arms, devices and experiment trackers."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ def devices(incomplete: str) -> list[str]:
     from autotune.cost_model.device_table import DEVICES
 
     return _beginning(DEVICES, incomplete)
+
+
+def trackers(incomplete: str) -> list[str]:
+    """Return the experiment trackers that begin with what was typed."""
+    from autotune.report_to import LIBRARIES
+
+    return _beginning(LIBRARIES, incomplete)
 
 
 def _beginning(names: Iterable[str], incomplete: str) -> list[str]:

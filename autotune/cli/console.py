@@ -56,6 +56,14 @@ StorageOption = Annotated[
     str | None,
     typer.Option("--storage", help="A database for Optuna's studies: postgresql://user@host:port/database."),
 ]
+ReportToOption = Annotated[
+    str | None,
+    typer.Option(
+        "--report-to",
+        help="Experiment tracker: mlflow (default), tensorboard, wandb or none; also by AUTOTUNE_REPORT_TO.",
+        autocompletion=completion.trackers,
+    ),
+]
 TrialsOption = Annotated[
     int | None, typer.Option("--trials", max=100_000, help="Number of plans that each search may measure.")
 ]

@@ -52,7 +52,7 @@ def _examine(runs: Path) -> dict[str, Any]:
     from autotune.mechanics.energy_meter import find_meter
     from autotune.mechanics.precision import excluded_precisions, useful_precisions
     from autotune.records.run_directory import require_writable
-    from autotune.records.tracking import tracking_uri
+    from autotune.records.to_mlflow import tracking_uri
 
     kind = devices.device_kind()
     try:

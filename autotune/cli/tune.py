@@ -18,6 +18,7 @@ from autotune.cli.console import (
     JsonOption,
     LeanOption,
     RanksOption,
+    ReportToOption,
     RunsOption,
     SeedOption,
     StepsOption,
@@ -65,6 +66,7 @@ def command(
     ] = None,
     watts: WattsOption = None,
     seed: SeedOption = 0,
+    report_to: ReportToOption = None,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
@@ -89,6 +91,7 @@ def command(
         storage=recorded_address(storage),
         weights=weights,
         watts=watts,
+        report_to=report_to,
     )
     trusted = TrustedInputs(
         jobs=[job],

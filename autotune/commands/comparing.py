@@ -31,6 +31,7 @@ def compare(
     storage: str | None = None,
     watts: float | None = None,
     carbon_intensity: str | None = None,
+    report_to: str | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
@@ -50,6 +51,8 @@ def compare(
         watts: as for :func:`tune`.
         carbon_intensity: grams of CO2 per kWh, or a file with a time series that covers the runs. The document then has
             the grams of CO2 of each run with known energy.
+        report_to: experiment tracker: ``mlflow``, ``tensorboard``, ``wandb`` or ``none``; ``None`` for that in the
+            variable ``AUTOTUNE_REPORT_TO``, or ``mlflow``.
         runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
@@ -69,6 +72,7 @@ def compare(
         lean=lean,
         storage=recorded_address(storage),
         watts=watts,
+        report_to=report_to,
         carbon_intensity=carbon_intensity,
     )
     names = arm_names(arms)

@@ -35,6 +35,7 @@ def tune(
     storage: str | None = None,
     weights: str | None = None,
     watts: float | None = None,
+    report_to: str | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
@@ -60,6 +61,8 @@ def tune(
             run directory.
         weights: weights of time, memory and energy in the objective, as in ``1,0,0.5``; ``None`` for time alone.
         watts: power of the device in watts, to estimate energy where it cannot be measured; ``None`` makes no estimate.
+        report_to: experiment tracker: ``mlflow``, ``tensorboard``, ``wandb`` or ``none``; ``None`` for that in the
+            variable ``AUTOTUNE_REPORT_TO``, or ``mlflow``.
         runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
@@ -83,6 +86,7 @@ def tune(
         storage=recorded_address(storage),
         weights=weights,
         watts=watts,
+        report_to=report_to,
     )
     trusted = TrustedInputs(
         jobs=[job],

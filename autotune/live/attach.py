@@ -38,9 +38,9 @@ from autotune.live.controller import Pilot
 from autotune.live.deciding import find_policy
 from autotune.live.decision_log import LOG_NAME, LOG_VERSION, DecisionLog, make_run_folder
 from autotune.live.deepspeed_engines import held_bytes, is_engine
+from autotune.live.following_process import follow
 from autotune.live.kill_switches import KILL_VARIABLE, is_disabled, stop_file_in
 from autotune.live.limits import Limits, Mode, Stage
-from autotune.live.mlflow_process import follow
 from autotune.live.rank_channel import Ranks, RanksError, is_flattened, is_spread
 from autotune.live.settings import Settings, settings_of, without_settings
 from autotune.live.tuner import LiveTuner
@@ -50,6 +50,7 @@ from autotune.mechanics.precision import useful_precisions
 from autotune.mechanics.sharded import ShardedUpdate
 from autotune.mechanics.stepping import Update
 from autotune.plan import PlanSpace, Precision
+from autotune.report_to import chosen
 from autotune.units import Unit, units_of
 
 # The tuner of each model. A tuner references its model, so only weak references are kept here.
@@ -141,8 +142,9 @@ def attach(
     limits = limits_of(limits, sharded=sharded is not None)
     batches = accumulated(accumulation_steps)
     adaptive = is_adaptive(settings, chosen_mode, batches, parallel=model is not inner)
-    if settings.mlflow and runs_dir is None:
-        raise AttachError("mlflow is set and runs_dir is None", where="attach", allowed="a folder for the run's log")
+    if chosen(settings.report_to) != "none" and runs_dir is None:
+        problem = f"report_to is {settings.report_to!r} and runs_dir is None"
+        raise AttachError(problem, where="attach", allowed="a folder for the run's log")
     budget = budget_of(memory_budget_bytes)
     if is_disabled():
         device = devices.device_of(inner)
@@ -173,8 +175,8 @@ def attach(
         accumulation_steps=batches,
     )
     folder, log = _log_of(facts, found, None if runs_dir is None or ranks.rank else Path(runs_dir))
-    if settings.mlflow and folder is not None:
-        follow(folder)
+    if settings.report_to != "none" and folder is not None:
+        follow(folder, settings.report_to)
     pilot = Pilot(facts, found, log, ranks)
     leaving = contextlib.ExitStack()
     leaving.callback(pilot.close)

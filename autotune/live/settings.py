@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar, get_args
 
 from autotune.errors import AttachError
 from autotune.job import Batching, LearningRateRule
+from autotune.report_to import LIBRARIES
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -27,7 +28,8 @@ class Settings:
         lr_rule: under adaptive batching, ``linear`` or ``sqrt`` multiply the learning rate of a step by its samples
             over a batch's; ``none`` leaves it.
         name: name of the run; ``None`` for the name of the model's class.
-        mlflow: whether a separate process sends the decision log to MLflow during the run.
+        report_to: ``mlflow``, ``tensorboard`` or ``wandb``: a separate process sends the decision log there during the
+            run. ``none``: the log is only written.
 
     Raises:
         AttachError: if the value of a setting is not allowed.
@@ -38,7 +40,7 @@ class Settings:
     batching: Batching = "fixed"
     lr_rule: LearningRateRule = "none"
     name: str | None = None
-    mlflow: bool = False
+    report_to: str = "none"
 
     def __post_init__(self) -> None:
         if self.units is not None:
@@ -57,7 +59,7 @@ class Settings:
         follows = self.lr_rule == "none" or self.batching == "adaptive"
         _require(follows, "lr_rule", self.lr_rule, "none, but for adaptive batching")
         _require(self.name is None or isinstance(self.name, str), "name", self.name, "text, or None")
-        _require(isinstance(self.mlflow, bool), "mlflow", self.mlflow, "true, false")
+        _require(self.report_to in LIBRARIES, "report_to", self.report_to, ", ".join(LIBRARIES))
 
 
 def settings_of(settings: object) -> Settings:

@@ -76,6 +76,7 @@ class SearchOptions:
 
     Attributes:
         storage: address of the database that keeps Optuna's studies, without its password.
+        report_to: name of the experiment tracker; ``None`` for that in ``AUTOTUNE_REPORT_TO``, or ``mlflow``.
     """
 
     memory_budget: Text | None = None
@@ -85,6 +86,7 @@ class SearchOptions:
     lean: bool = True
     storage: Text | None = None
     watts: NotNegative | None = None
+    report_to: Name | None = None
 
 
 @document

@@ -15,11 +15,12 @@ from annotated_types import Interval, Len
 from autotune.errors import InputError, RunDirectoryError
 from autotune.io.documents import Count, document, read_document, validated
 from autotune.io.files import inside, parse_line, read_bytes, require_plain, require_regular
+from autotune.report_to import Name
 
 SPOOL, CURSOR = "tracking.jsonl", "tracking-sent.json"
 _LARGEST_BYTES = 2**30
 _Key = Annotated[str, Len(1, 200)]
-_Name = Annotated[str, Len(1, 1_000)]
+_Text = Annotated[str, Len(1, 1_000)]
 _Step = Annotated[int, Interval(ge=-(2**53), le=2**53)]
 Row = Mapping[str, Any]
 
@@ -35,7 +36,7 @@ class _Record:
 
 @document
 class _Run:
-    name: _Name
+    name: _Text
     parent: _Key | None
 
 
@@ -46,12 +47,12 @@ class _Begin(_Record):
 
 @document
 class _Texts(_Record):
-    values: Annotated[dict[_Name, str], Len(0, 100_000)]
+    values: Annotated[dict[_Text, str], Len(0, 100_000)]
 
 
 @document
 class _Metrics(_Record):
-    values: Annotated[dict[_Name, float | bool], Len(0, 100_000)]
+    values: Annotated[dict[_Text, float | bool], Len(0, 100_000)]
 
 
 @document
@@ -86,20 +87,25 @@ _KINDS: Mapping[str, type[_Record]] = {
 
 @document
 class Cursor:
-    """``tracking-sent.json``: the number of records that the server has, and the server's id of each run, by key."""
+    """``tracking-sent.json``: the number of records that a tracker has, and its id of each run, by key.
+
+    Attributes:
+        report_to: name of the tracker.
+    """
 
     sent: Count
     ids: dict[_Key, _Key]
+    report_to: Name = "mlflow"
 
 
-def read_cursor(folder: Path) -> Cursor:
-    """Return how many of a run directory's records the server has.
+def read_cursor(folder: Path) -> Cursor | None:
+    """Return how many of a run directory's records a tracker has; ``None`` if no command has begun to send them.
 
     Raises:
         RunDirectoryError: if the file is damaged.
     """
     path = folder / CURSOR
-    return read_document(Cursor, path, error=RunDirectoryError) if path.exists() else Cursor(sent=0, ids={})
+    return read_document(Cursor, path, error=RunDirectoryError) if path.exists() else None
 
 
 def read_rows(folder: Path) -> list[Row | None]:

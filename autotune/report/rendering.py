@@ -1,10 +1,13 @@
-"""Markup from templates: pages without scripts or external resources, light or dark as the browser prefers.
+"""Markup from templates: pages without external resources, light or dark as the browser prefers.
 
-All text is escaped when it is inserted into a template or an element.
+A page runs one script, which it names by its hash: nothing that a run's folder says can add another. All text is
+escaped when it is inserted into a template or an element.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,7 +74,10 @@ def environment() -> Environment:
     found = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, finalize=_shown, trim_blocks=True, lstrip_blocks=True
     )
-    found.globals.update(palette=palette, variables=_VARIABLES)
+    script = loader.get_source(found, "page.js")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # The script is ours, and must be inserted to the letter for its hash to hold.
+    found.globals.update(palette=palette, variables=_VARIABLES, script=Markup(script), digest=digest)  # noqa: S704
     return found
 
 

@@ -110,5 +110,5 @@ class Attaches:
             accumulation_steps=accumulation_steps,
             limits=limits,
             runs_dir=self._runs_dir if is_first else None,
-            settings=replace(self._settings, mlflow=self._settings.mlflow and is_first),
+            settings=self._settings if is_first else replace(self._settings, report_to="none"),
         )

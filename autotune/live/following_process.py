@@ -1,7 +1,7 @@
-"""The start of the process that sends a run's decision log to MLflow.
+"""The start of the process that sends a run's decision log to an experiment tracker.
 
-It is a process rather than a thread, so that MLflow's imports, random draws, environment variables and waits do not
-affect the run. It reads only the log's file, and ends with the run.
+It is a process rather than a thread, so that the tracker's imports, random draws, environment variables and waits
+do not affect the run. It reads only the log's file, and ends with the run.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 # The module is started by its name, because this package must not import ``autotune.records``.
-MODULE = "autotune.records.mlflow_following"
+MODULE = "autotune.records.log_following"
 OUTPUT = "tracking.log"
 
 
-def follow(folder: Path) -> bool:
-    """Start the process that sends a run's decision log to MLflow; the run goes on if that fails.
+def follow(folder: Path, report_to: str) -> bool:
+    """Start the process that sends a run's decision log to a tracker; the run goes on if that fails.
 
     Args:
         folder: the run directory.
+        report_to: name of the tracker.
 
     Returns:
         Whether the process was started.
@@ -32,7 +33,7 @@ def follow(folder: Path) -> bool:
     # The process imports this package from where it was imported here, and never from the working directory.
     paths = [str(Path(__file__).resolve().parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    command = [sys.executable, "-P", "-m", MODULE, str(folder.absolute()), str(os.getpid())]
+    command = [sys.executable, "-P", "-m", MODULE, str(folder.absolute()), str(os.getpid()), report_to]
     try:
         with (folder / OUTPUT).open("ab") as output:
             # In its own session, the process survives an interrupt of the run and can send the rest.
@@ -45,7 +46,7 @@ def follow(folder: Path) -> bool:
                 start_new_session=True,
             )
     except (OSError, ValueError) as error:
-        logger.warning("MLflow is not followed: %s: %s", type(error).__name__, error)
+        logger.warning("the run is not sent to %s: %s: %s", report_to, type(error).__name__, error)
         return False
     # Without a thread that waits for it, the process would remain a zombie until the run ends.
     threading.Thread(target=process.wait, name="autotune-follower", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Entry point of the process that sends an attached run's decision log to MLflow while the log is being written.
+"""Entry point of the process that sends an attached run's decision log to an experiment tracker as it is written.
 
 All records are computed from the log's events alone, so that they can be computed again from the log.
 """
@@ -146,23 +146,24 @@ class LogReader:
         return events
 
 
-def follow(folder: Path, process: int, *, poll_s: float = POLL_S) -> None:
+def follow(folder: Path, process: int, report_to: str, *, poll_s: float = POLL_S) -> None:
     """Send a run's log until the run has detached, or the process that writes it has ended.
 
     Args:
         folder: the run directory.
         process: id of the parent process, which writes the log.
+        report_to: name of the tracker.
         poll_s: seconds between two reads.
     """
     reader = LogReader(folder / LOG_NAME)
     events: list[dict[str, Any]] = []
     gone = False
-    # Importing MLflow occupies a core for seconds, so it waits until the run has been profiled.
+    # Importing a tracker's library occupies a core for seconds, so it waits until the run has been profiled.
     while not gone and not any(map(_ends_profiling, events)):
         time.sleep(poll_s)
         gone = os.getppid() != process
         events += reader.read()
-    tracker = Tracker(folder.parent, folder, folder.name)
+    tracker = Tracker(folder.parent, folder, folder.name, report_to)
     sender = Sender(tracker)
     sender.send(events)
     while not gone and not sender.over:
@@ -180,11 +181,11 @@ def _ends_profiling(event: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Follow the run of the command-line arguments: its run directory and process id."""
+    """Follow the run of the command-line arguments: its run directory, process id and tracker."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    follow(Path(sys.argv[1]), int(sys.argv[2]))
+    follow(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""Records as TensorBoard's event files, one folder per run in ``tensorboard/`` of the runs folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import InputError, one_line
+from autotune.io.files import inside
+from autotune.records.destinations import LeftOutError
+
+FOLDER = "tensorboard"
+
+
+@dataclass(slots=True)
+class _Open:
+    """A run being written, and what its row in the table of hyperparameters shows."""
+
+    writer: Any
+    params: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class ToTensorBoard:
+    """TensorBoard; see :class:`~.destinations.Destination`. Files are not logged: they remain in the run directory."""
+
+    def __init__(self, runs: Path, folder: Path) -> None:
+        self.address = str(runs / FOLDER)
+        self._root = runs / FOLDER
+        self._folder = folder
+        self._open: dict[str, _Open] = {}
+
+    def connect(self) -> None:
+        """Import the library, and open or create what holds the runs."""
+        if self._root.is_symlink():
+            raise InputError("is a link", where=self.address, allowed="a folder")
+        self._root.mkdir(parents=True, exist_ok=True)
+        import tensorboard  # noqa: F401 - fails now, before anything is written
+
+    def begin(self, name: str, parent: str | None, at_ms: int | None) -> str:
+        """Begin a run and return its id."""
+        base = self._folder.name if parent is None else f"{self._folder.name}/{re.sub(r'[^A-Za-z0-9_.=-]+', '-', name)}"
+        run, number = base, 2
+        while parent is not None and (self._root / run).exists():
+            run, number = f"{base}-{number}", number + 1
+        self._of(run)
+        return run
+
+    def params(self, run: str, values: Mapping[str, str]) -> None:
+        """Keep parameters until the run ends, since a row of hyperparameters needs its metrics."""
+        self._of(run).params.update(values)
+
+    def tags(self, run: str, values: Mapping[str, str]) -> None:
+        """Log tags as texts."""
+        for name, value in values.items():
+            self._of(run).writer.add_text(name, value)
+
+    def metrics(self, run: str, values: Mapping[str, float], step: int, at_ms: int | None) -> None:
+        """Log metrics of one step."""
+        found = self._of(run)
+        for name, value in values.items():
+            found.metrics[name] = float(value)
+            found.writer.add_scalar(name, float(value), step, walltime=None if at_ms is None else at_ms / 1e3)
+
+    def artifact(self, run: str, path: Path) -> None:
+        """Log nothing: files remain in the run directory."""
+
+    def end(self, run: str, status: str, at_ms: int | None) -> None:
+        """End a run."""
+        found = self._of(run)
+        found.writer.add_text("status", status)
+        if found.params:
+            found.writer.add_hparams(found.params, found.metrics, run_name=".")
+        found.writer.close()
+        del self._open[run]
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        for found in self._open.values():
+            found.writer.flush()
+
+    def refuses(self, error: Exception) -> bool:
+        """Return ``False``: files accept every record."""
+        return False
+
+    def _of(self, run: str) -> _Open:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if run not in self._open:
+            try:
+                folder = inside(self._root, run)
+            except InputError as error:
+                raise LeftOutError(one_line(error)) from error
+            if folder.is_symlink() or folder.parent.is_symlink():
+                raise LeftOutError(f"{folder}: a link leads elsewhere")
+            self._open[run] = _Open(SummaryWriter(str(folder)))
+        return self._open[run]

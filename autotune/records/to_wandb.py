@@ -1,0 +1,105 @@
+"""Records as runs of Weights & Biases, grouped by command."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import InputError
+
+PROJECT = "autotune"
+
+
+class ToWandb:
+    """Weights & Biases, as ``WANDB_MODE`` says; see :class:`~.destinations.Destination`.
+
+    Without that variable and without a key, runs are written to ``wandb/`` in the runs folder, and ``wandb sync`` sends
+    them.
+    """
+
+    address = "wandb"
+
+    def __init__(self, runs: Path, folder: Path) -> None:
+        self._runs = runs
+        self._folder = folder
+        self._mode: Any = None
+        self._open: dict[str, Any] = {}
+
+    def connect(self) -> None:
+        """Import the library, and open or create what holds the runs."""
+        import wandb
+
+        if (self._runs / "wandb").is_symlink():
+            raise InputError("is a link", where=str(self._runs / "wandb"), allowed="a folder")
+        # Without a key, an online run would ask for one at the terminal.
+        self._mode = os.environ.get("WANDB_MODE") or (
+            "online" if wandb.login(prompt=False, verify=False) else "offline"
+        )
+
+    def begin(self, name: str, parent: str | None, at_ms: int | None) -> str:
+        """Begin a run and return its id."""
+        run = self._init(name=name, job_type="command" if parent is None else "run")
+        self._open[run.id] = run
+        return str(run.id)
+
+    def params(self, run: str, values: Mapping[str, str]) -> None:
+        """Log parameters."""
+        self._of(run).config.update(dict(values), allow_val_change=True)
+
+    def tags(self, run: str, values: Mapping[str, str]) -> None:
+        """Log tags as values of the summary."""
+        self._of(run).summary.update(dict(values))
+
+    def metrics(self, run: str, values: Mapping[str, float], step: int, at_ms: int | None) -> None:
+        """Log metrics of one step."""
+        times = {} if at_ms is None else {"_timestamp": at_ms / 1e3}
+        self._of(run).log({**values, "step": step, **times})
+
+    def artifact(self, run: str, path: Path) -> None:
+        """Log a file or folder."""
+        import wandb
+
+        logged = wandb.Artifact(re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{self._folder.name}-{path.name}"), type="autotune")
+        if path.is_dir():
+            logged.add_dir(str(path))
+        else:
+            logged.add_file(str(path))
+        self._of(run).log_artifact(logged)
+
+    def end(self, run: str, status: str, at_ms: int | None) -> None:
+        """End a run."""
+        self._of(run).finish(exit_code=int(status != "FINISHED"))
+        del self._open[run]
+
+    def close(self) -> None:
+        """Write nothing: the library's own process does."""
+
+    def refuses(self, error: Exception) -> bool:
+        """Return ``False``: the library does not say."""
+        return False
+
+    def _of(self, run: str) -> Any:
+        if run not in self._open:
+            # Another process began it.
+            self._open[run] = self._init(id=run, resume="allow")
+        return self._open[run]
+
+    def _init(self, **about: Any) -> Any:
+        import wandb
+
+        settings = wandb.Settings(silent=True, console="off", x_disable_stats=True)
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            group=self._folder.name,
+            dir=str(self._runs),
+            mode=self._mode,
+            reinit="create_new",
+            settings=settings,
+            **about,
+        )
+        # Metrics of a run may arrive in any order of their steps.
+        run.define_metric("*", step_metric="step")
+        return run
