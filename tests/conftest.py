@@ -36,13 +36,19 @@ settings.load_profile("autotune")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the slow tests of other days, unless tests are named by themselves."""
+    """Run the longest tests first, and leave out the slow tests of other days, unless tests are named by themselves."""
+    items.sort(key=_is_short)
     if "SLOW_ALL" in os.environ or any("::" in argument for argument in config.args):
         return
     others = {item for item in items if item.get_closest_marker("slow") and not _is_due(item)}
     if others:
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
+
+
+def _is_short(item: pytest.Item) -> bool:
+    limits = [mark.args[0] for mark in item.iter_markers("timeout") if mark.args]
+    return max(limits, default=0) < 1000
 
 
 def _is_due(item: pytest.Item) -> bool:
