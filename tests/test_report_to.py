@@ -8,6 +8,7 @@ import tiny_job
 
 import autotune
 from autotune import Settings, extras
+from autotune.cli.main import run as run_command
 from autotune.errors import AutotuneError
 from autotune.records.tracking import CURSOR, SPOOL, Tracker, send_pending
 
@@ -103,6 +104,18 @@ def test_unknown_tracker_is_rejected_before_anything_is_written(given: object, t
         autotune.tune(tiny_job.job(), "random", report_to=given, runs_dir=tmp_path)
     with pytest.raises(AutotuneError, match="report_to"):
         Settings(report_to=given)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words", [["train"], ["train", "digits"], ["reproduce", "table1", "--scale", "cpu"], ["doctor"]]
+)
+def test_unknown_tracker_in_the_environment_is_rejected_before_anything_is_written(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AUTOTUNE_REPORT_TO", "mlfow")
+    assert run_command([*words, "--runs-dir", str(tmp_path)]) == 2
+    assert "AUTOTUNE_REPORT_TO: is 'mlfow' (allowed: mlflow, tensorboard, wandb, none)" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -17,6 +17,7 @@ def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False) -> 
 
     The exit code is 2 if runs cannot be written.
     """
+    from autotune.records.destinations import destination
     from autotune.records.run_directory import require_writable
 
     document = _examine(runs_dir)
@@ -51,8 +52,9 @@ def _examine(runs: Path) -> dict[str, Any]:
     from autotune.mechanics import devices
     from autotune.mechanics.energy_meter import find_meter
     from autotune.mechanics.precision import excluded_precisions, useful_precisions
+    from autotune.records.destinations import destination
     from autotune.records.run_directory import require_writable
-    from autotune.records.to_mlflow import tracking_uri
+    from autotune.report_to import chosen
 
     kind = devices.device_kind()
     try:
@@ -76,7 +78,7 @@ def _examine(runs: Path) -> dict[str, Any]:
         "jobs": list(catalog()),
         "runs_directory": str(runs),
         "runs_writable": writable,
-        "tracking": without_secrets(tracking_uri(runs)),
+        "tracking": without_secrets(destination(chosen(), runs, runs).address),
         "extras": {name: is_installed(name) for name in EXTRAS},
     }
 

@@ -15,6 +15,7 @@ from autotune.records.run_directory import RunDirectory, require_writable
 from autotune.records.run_documents import TableRequest
 from autotune.records.tracking import Tracker
 from autotune.report.png_figures import draw_reproduction
+from autotune.report_to import chosen
 
 
 def reproduce(
@@ -48,6 +49,7 @@ def reproduce(
     folder = None if data is None else str(Path(data).absolute())
     request = TableRequest(table=table, data=folder, scale=scale, seeds=seeds)
     paired_seeds(seeds)
+    chosen()
     with pointed_at(data):
         sources = sources_of(experiments_for(table, scale))
     require_writable(Path(runs_dir))

@@ -16,6 +16,7 @@ from autotune.profiling.profile_cache import cached_profile
 from autotune.records.run_directory import RunDirectory, require_writable
 from autotune.records.run_documents import SearchSettings, TrainConfig
 from autotune.records.tracking import Tracker, send_pending
+from autotune.report_to import chosen
 
 if TYPE_CHECKING:
     from autotune.agents.recipe import Recipe
@@ -92,6 +93,7 @@ def train(request: TrainRequest, *, runs_dir: str | Path = "runs", reporter: Rep
     """
     from autotune.campaign import policy_training, recipe_search
 
+    chosen()
     shows, processes = reporter or Silent(), request.processes
     opened = _begun(request, Path(runs_dir)) if request.resume is None else _resumed(request, request.resume)
     recipe, settings, run = opened
@@ -174,6 +176,7 @@ def fine_tune(
     runs, shows = Path(runs_dir), reporter or Silent()
     folder = content_folder("policies") / "ppo" if request.policy is None else request.policy
     load_policy(folder)
+    chosen()
     if budget is not None:
         MemoryBudget.parse(budget)
     require_writable(runs)
