@@ -17,7 +17,6 @@ def command(runs_dir: RunsOption = shared.RUNS, as_json: JsonOption = False) -> 
 
     The exit code is 2 if runs cannot be written.
     """
-    from autotune.records.destinations import destination
     from autotune.records.run_directory import require_writable
 
     document = _examine(runs_dir)
