@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ def draw_search(document: Mapping[str, Any], path: Path) -> Path:
     """Draw how much slower each method's best plan so far is than the best known plan, against real steps.
 
     Args:
-        document: the document of ``autotune bench search``.
+        document: the document of ``autotune bench search``; the median of each method's repetitions is drawn.
         path: the PNG file to write.
 
     Returns:
@@ -52,15 +53,14 @@ def draw_search(document: Mapping[str, Any], path: Path) -> Path:
     within = 100 * document["within_frac"]
     layers = []
     for number, (name, method) in enumerate(document["methods"].items()):
-        for repetition, curve in enumerate(method["curves"]):
-            points = [(one["steps"], 100 * regrets[one["plan"]]) for one in curve if regrets[one["plan"]] is not None]
-            label = "" if repetition else name
-            layers.append(Layer(name=label, look=arm_look(number), shape=Shape.STEPS, points=points, number=number))
+        points = _median_course([[(one["steps"], regrets[one["plan"]]) for one in curve] for curve in method["curves"]])
+        look, percents = arm_look(number), [(steps, 100 * regret) for steps, regret in points]
+        layers.append(Layer(name=name, look=look, shape=Shape.STEPS, points=percents, number=number))
     points = [point for layer in layers for point in layer.known]
     layers.append(Layer(look="limit", shape=Shape.ACROSS, points=[(0.0, within)]))
     steps, slower = [x for x, _ in points] or [1.0], [y for _, y in points] or [1.0]
     plot = Plot(
-        title=f"{document['job']} within {document['memory_budget']}: every repetition, plans measured again",
+        title=f"{document['job']} within {document['memory_budget']}: median of the repetitions, plans measured again",
         described="",
         x=Axis(
             name="real optimizer steps, profile included",
@@ -79,6 +79,19 @@ def draw_search(document: Mapping[str, Any], path: Path) -> Path:
         layers=layers,
     )
     return draw([plot], path, size=(8, 5))
+
+
+def _median_course(courses: Sequence[Sequence[tuple[float, float | None]]]) -> list[tuple[float, float]]:
+    """Return the median over repetitions at each step from which all of them have a plan that was measured again."""
+    ends = [max(steps for steps, _ in course) for course in courses if course]
+    found: list[tuple[float, float]] = []
+    for step in sorted({steps for course in courses for steps, _ in course}):
+        latest = [
+            [regret for steps, regret in course if steps <= step and regret is not None][-1:] for course in courses
+        ]
+        if all(latest):
+            found.append((step, statistics.median(regret for last in latest for regret in last)))
+    return [*found, (max(ends), found[-1][1])] if found else []
 
 
 def draw_reproduction(document: Mapping[str, Any], path: Path) -> Path:
@@ -187,5 +200,6 @@ def _set_axis(axes: Any, name: str, axis: Axis) -> None:
     width = {"linear_width": axis.linear_width} if axis.scale == "asinh" else {}
     getattr(axes, f"set_{name}scale")(axis.scale, **width)
     if axis.marks:
+        getattr(axes, f"{name}axis").set_minor_formatter("")
         getattr(axes, f"set_{name}ticks")(*zip(*axis.marks, strict=True), fontsize=9)
     axes.set(**{f"{name}lim": (axis.low, axis.high), f"{name}label": axis.name})
