@@ -6,6 +6,7 @@ with copies of these; the loop's own objects are never changed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -145,6 +146,11 @@ class _Batches:
             raise JobError(
                 f"loader reads one of {shares} ranks' shares", where=WHERE, allowed="a loader of all samples"
             )
+        with contextlib.suppress(TypeError, NotImplementedError):
+            if not len(loader):  # type: ignore[arg-type]
+                raise JobError(
+                    "loader has no batches", where=WHERE, allowed="at least one batch; with drop_last, a whole one"
+                )
         self._loader = loader
         size = getattr(loader, "batch_size", None) or getattr(
             getattr(loader, "batch_sampler", None), "batch_size", None

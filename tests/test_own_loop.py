@@ -390,3 +390,12 @@ def test_an_exported_script_steps_the_scheduler():
         "LearningRates" not in export(Plan(), load_job("digits"), "python", reference="digits").files["train_tuned.py"]
     )
     compile(script, "train_tuned.py", "exec")
+
+
+def test_loader_without_a_batch_is_rejected_at_once():
+    few = torch.utils.data.TensorDataset(torch.zeros(3, 4), torch.zeros(3, 1))
+    loader = DataLoader(few, batch_size=8, drop_last=True)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(InputError, match=r"loader has no batches.*drop_last"):
+        Job.from_loader(model, loader, nn.MSELoss(), optimizer, max_steps=2)
