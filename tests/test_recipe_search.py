@@ -40,7 +40,8 @@ from autotune.errors import AutotuneError, InputError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES
 from autotune.records.run_directory import RunDirectory
 from autotune.records.run_documents import SearchSettings
-from autotune.records.tracking import Tracker, tracking_uri
+from autotune.records.to_mlflow import tracking_uri
+from autotune.records.tracking import Tracker
 from autotune.report.terminal_tables import search_table, search_verdict
 from autotune.simulator.moving_conditions import Strengths
 

@@ -45,7 +45,7 @@ class ThatTunesK(OfAFramework):
         ({"lr_rule": "cubic"}, r"lr_rule is 'cubic' \(allowed: linear, sqrt, none\)"),
         ({"lr_rule": "linear"}, r"lr_rule is 'linear' \(allowed: none, but for adaptive batching\)"),
         ({"name": 5}, "name is 5"),
-        ({"mlflow": 1}, "mlflow is 1"),
+        ({"report_to": []}, r"report_to is \[\] \(allowed: mlflow, tensorboard, wandb, none\)"),
         *(
             ({"accumulation_choices": choices}, r"accumulation_choices is .*allowed: whole numbers >= 1, ascending")
             for choices in ((), (2, 1), (0, 1), (1, 1), (1.5,), "2", 2)
@@ -64,7 +64,7 @@ def test_settings_are_frozen_and_each_is_documented() -> None:
     units.append("blocks.1")
     assert settings.units == ("blocks.0",)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        settings.mlflow = True  # type: ignore[misc]
+        settings.report_to = "mlflow"  # type: ignore[misc]
     for name in NAMES:
         assert f"        {name}: " in (Settings.__doc__ or "")
 

@@ -33,7 +33,7 @@ from autotune.commands.training import TrainRequest
 from autotune.errors import AutotuneError, InputError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES
 from autotune.records.run_directory import RunDirectory
-from autotune.records.tracking import tracking_uri
+from autotune.records.to_mlflow import tracking_uri
 from autotune.simulator.moving_conditions import Strengths
 from autotune.simulator.online_planner import PlannerSettings
 

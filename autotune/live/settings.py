@@ -59,7 +59,7 @@ class Settings:
         follows = self.lr_rule == "none" or self.batching == "adaptive"
         _require(follows, "lr_rule", self.lr_rule, "none, but for adaptive batching")
         _require(self.name is None or isinstance(self.name, str), "name", self.name, "text, or None")
-        _require(self.report_to in LIBRARIES, "report_to", self.report_to, ", ".join(LIBRARIES))
+        _require(self.report_to in tuple(LIBRARIES), "report_to", self.report_to, ", ".join(LIBRARIES))
 
 
 def settings_of(settings: object) -> Settings:
