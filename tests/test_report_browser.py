@@ -13,7 +13,7 @@ from test_report_attached import attach_and_train
 from autotune.budget import MemoryBudget
 from autotune.cli.main import run as run_command
 from autotune.report.plot import Axis, Layer, Plot, Shape, axis_around
-from autotune.report.rendering import environment
+from autotune.report.rendering import Table, environment
 from autotune.report.svg import figure_of
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
@@ -165,6 +165,32 @@ def test_tables_are_sorted_by_a_columns_name(compared: Path, browser: Chromium) 
     assert sizes[0] == sorted(sizes[0])
     assert sizes[1] == sorted(sizes[1], reverse=True)
     assert orders[2] == written
+
+
+def test_sizes_versions_and_names_are_sorted_as_what_they_are(tmp_path: Path, browser: Chromium) -> None:
+    rows = [
+        ("blocks.10", "1.1 TiB (3%)"),
+        ("blocks.2", "900.0 GiB"),
+        ("blocks.0", "3.11.7"),
+        ("head", "3 constructor"),
+        ("k=16", "-2 ms"),
+        ("k=2", "1,024 ms"),
+        ("z", "2.4.6"),
+    ]
+    page = tmp_path / "page.html"
+    template = environment().from_string(
+        '{% extends "page.html.j2" %}{% import "parts.html.j2" as parts %}'
+        "{% block content %}{{ parts.table(found) }}{% endblock %}"
+    )
+    page.write_text(template.render(title="t", found=Table(label="t", columns=["unit", "value"], rows=rows)))
+    browser.open(page, width=800)
+    cells = "[...document.querySelector('table').tBodies[0].rows].map(row => row.cells[{}].textContent)"
+    orders = []
+    for column in (0, 1):
+        browser.value(f"document.querySelectorAll('th button')[{column}].click()")
+        orders.append(browser.value(cells.format(column)))
+    assert orders[0] == ["blocks.0", "blocks.2", "blocks.10", "head", "k=2", "k=16", "z"]
+    assert orders[1] == ["-2 ms", "1,024 ms", "3 constructor", "900.0 GiB", "1.1 TiB (3%)", "2.4.6", "3.11.7"]
 
 
 def test_marks_of_a_figure_are_told_by_arrow_keys(compared: Path, browser: Chromium) -> None:

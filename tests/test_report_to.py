@@ -51,11 +51,11 @@ def test_tensorboard_has_metrics_with_their_times_and_hyperparameters(tmp_path: 
     logged(tmp_path, "tensorboard")
     trial = EventAccumulator(str(tmp_path / "tensorboard" / "r" / "trial-0"))
     trial.Reload()
-    assert [(one.step, one.value, one.wall_time) for one in trial.Scalars("cost")][:2] == [
+    assert [(one.step, one.value, one.wall_time) for one in trial.Scalars("cost")] == [
         (0, 0.5, 1e9),
         (1, 0.25, 1e9 + 7),
     ]
-    assert {"failure/text_summary", "status/text_summary"} <= set(trial.Tags()["tensors"])
+    assert {"failure/text_summary", "status/text_summary", "plan/text_summary"} <= set(trial.Tags()["tensors"])
     session = trial.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert b"plan" in session
     assert b"k=2" in session
@@ -87,6 +87,38 @@ def test_wandb_has_runs_of_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert b"k=2" in trial
     assert b"timeout" in trial
     assert b"plan.json" in parent
+
+
+def test_wandb_without_a_key_asks_nothing_and_keeps_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    (tmp_path / "r").mkdir()
+    Tracker(tmp_path, tmp_path / "r", "parent", "wandb").close()
+    assert "WANDB_MODE is 'online' without a key" in caplog.text
+    # Another tracker's records are sent all the same.
+    (tmp_path / "s").mkdir()
+    spool, cursor = (tmp_path / "r" / name for name in (SPOOL, CURSOR))
+    (tmp_path / "s" / SPOOL).write_bytes(spool.read_bytes())
+    (tmp_path / "s" / CURSOR).write_text(cursor.read_text().replace("wandb", "tensorboard"))
+    assert send_pending(tmp_path) == len(spool.read_text().splitlines())
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_RUN_ID", "theirs")
+    send_pending(tmp_path)
+    ids = json.loads(cursor.read_text())["ids"]
+    assert len(ids) == 1
+    assert "theirs" not in ids.values()
+
+
+def test_numbers_that_json_lacks_become_tags(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    tracker = Tracker(tmp_path, tmp_path / "r", "parent", "none")
+    tracker.metrics({"cost": 1.0, "loss": float("nan")})
+    tracker.close()
+    rows = [json.loads(row) for row in (tmp_path / "r" / SPOOL).read_text().splitlines()]
+    assert [row["values"] for row in rows if row["kind"] in ("metrics", "tags")] == [{"cost": 1.0}, {"loss": "nan"}]
 
 
 @pytest.mark.parametrize("report_to", ["tensorboard", "none"])

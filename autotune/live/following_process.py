@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 # The module is started by its name, because this package must not import ``autotune.records``.
 MODULE = "autotune.records.log_following"
 OUTPUT = "tracking.log"
+# By these, wandb would write to the run and the process of the user's own code.
+_OF_THE_USERS_RUN = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID")
 
 
 def follow(folder: Path, report_to: str) -> bool:
@@ -32,7 +34,8 @@ def follow(folder: Path, report_to: str) -> bool:
     """
     # The process imports this package from where it was imported here, and never from the working directory.
     paths = [str(Path(__file__).resolve().parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_THE_USERS_RUN}
+    environment = {**inherited, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, "-P", "-m", MODULE, str(folder.absolute()), str(os.getpid()), report_to]
     try:
         with (folder / OUTPUT).open("ab") as output:

@@ -13,6 +13,8 @@ from autotune.io.files import inside
 from autotune.records.destinations import LeftOutError
 
 FOLDER = "tensorboard"
+# Characters of a folder's name.
+_LONGEST = 100
 
 
 @dataclass(slots=True)
@@ -42,15 +44,17 @@ class ToTensorBoard:
 
     def begin(self, name: str, parent: str | None, at_ms: int | None) -> str:
         """Begin a run and return its id."""
-        base = self._folder.name if parent is None else f"{self._folder.name}/{re.sub(r'[^A-Za-z0-9_.=-]+', '-', name)}"
+        own = re.sub(r"[^A-Za-z0-9_=-]+", "-", name)[:_LONGEST]
+        base = self._folder.name if parent is None else f"{self._folder.name}/{own}"
         run, number = base, 2
         while parent is not None and (self._root / run).exists():
             run, number = f"{base}-{number}", number + 1
-        self._of(run)
+        self._of(run).writer.add_text("name", name, walltime=_seconds(at_ms))
         return run
 
     def params(self, run: str, values: Mapping[str, str]) -> None:
-        """Keep parameters until the run ends, since a row of hyperparameters needs its metrics."""
+        """Log parameters as texts, and keep them until the run ends: a row of hyperparameters needs its metrics."""
+        self.tags(run, values)
         self._of(run).params.update(values)
 
     def tags(self, run: str, values: Mapping[str, str]) -> None:
@@ -63,7 +67,7 @@ class ToTensorBoard:
         found = self._of(run)
         for name, value in values.items():
             found.metrics[name] = float(value)
-            found.writer.add_scalar(name, float(value), step, walltime=None if at_ms is None else at_ms / 1e3)
+            found.writer.add_scalar(name, float(value), step, walltime=_seconds(at_ms))
 
     def artifact(self, run: str, path: Path) -> None:
         """Log nothing: files remain in the run directory."""
@@ -71,9 +75,13 @@ class ToTensorBoard:
     def end(self, run: str, status: str, at_ms: int | None) -> None:
         """End a run."""
         found = self._of(run)
-        found.writer.add_text("status", status)
+        found.writer.add_text("status", status, walltime=_seconds(at_ms))
         if found.params:
-            found.writer.add_hparams(found.params, found.metrics, run_name=".")
+            from torch.utils.tensorboard.summary import hparams
+
+            # Not add_hparams(), which would log each metric once more, at step 0.
+            for summary in hparams(found.params, found.metrics):
+                found.writer.file_writer.add_summary(summary)
         found.writer.close()
         del self._open[run]
 
@@ -98,3 +106,7 @@ class ToTensorBoard:
                 raise LeftOutError(f"{folder}: a link leads elsewhere")
             self._open[run] = _Open(SummaryWriter(str(folder)))
         return self._open[run]
+
+
+def _seconds(at_ms: int | None) -> float | None:
+    return None if at_ms is None else at_ms / 1e3

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import InputError
 
 PROJECT = "autotune"
+# Modes in which wandb needs no key.
+_WITHOUT_KEY = ("offline", "dryrun", "disabled")
+_REMEDY = "a key, by `wandb login`; or WANDB_MODE=offline"
 
 
 class ToWandb:
     """Weights & Biases, as ``WANDB_MODE`` says; see :class:`~.destinations.Destination`.
 
     Without that variable and without a key, runs are written to ``wandb/`` in the runs folder, and ``wandb sync`` sends
-    them.
+    them. What wandb's own process has not yet written when the command is killed is lost for it; it stays in
+    ``tracking.jsonl``.
     """
 
     address = "wandb"
@@ -34,16 +40,20 @@ class ToWandb:
 
         if (self._runs / "wandb").is_symlink():
             raise InputError("is a link", where=str(self._runs / "wandb"), allowed="a folder")
-        # Without a key, an online run would ask for one at the terminal.
-        self._mode = os.environ.get("WANDB_MODE") or (
-            "online" if wandb.login(prompt=False, verify=False) else "offline"
-        )
+        self._mode = os.environ.get("WANDB_MODE")
+        if self._mode not in _WITHOUT_KEY and not wandb.login(prompt=False, verify=False):
+            # Otherwise wandb would ask for a key at the terminal.
+            if self._mode is not None:
+                raise InputError(f"WANDB_MODE is {self._mode!r} without a key", where="wandb", allowed=_REMEDY)
+            self._mode = "offline"
 
     def begin(self, name: str, parent: str | None, at_ms: int | None) -> str:
         """Begin a run and return its id."""
-        run = self._init(name=name, job_type="command" if parent is None else "run")
-        self._open[run.id] = run
-        return str(run.id)
+        # An id of its own: the environment may name the user's run.
+        own, job_type = secrets.token_hex(8), "command" if parent is None else "run"
+        began = {} if at_ms is None else {"x_start_time": at_ms / 1e3}
+        self._open[own] = self._init(began, id=own, name=name, job_type=job_type)
+        return own
 
     def params(self, run: str, values: Mapping[str, str]) -> None:
         """Log parameters."""
@@ -63,14 +73,14 @@ class ToWandb:
         import wandb
 
         logged = wandb.Artifact(re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{self._folder.name}-{path.name}"), type="autotune")
-        if path.is_dir():
-            logged.add_dir(str(path))
-        else:
-            logged.add_file(str(path))
+        for file in [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file()):
+            logged.add_file(str(file), name=str(file.relative_to(path.parent)))
         self._of(run).log_artifact(logged)
 
     def end(self, run: str, status: str, at_ms: int | None) -> None:
         """End a run."""
+        if at_ms is not None:
+            self._of(run).summary["ended"] = datetime.fromtimestamp(at_ms / 1e3, UTC).isoformat()
         self._of(run).finish(exit_code=int(status != "FINISHED"))
         del self._open[run]
 
@@ -84,19 +94,20 @@ class ToWandb:
     def _of(self, run: str) -> Any:
         if run not in self._open:
             # Another process began it.
-            self._open[run] = self._init(id=run, resume="allow")
+            self._open[run] = self._init({}, id=run)
         return self._open[run]
 
-    def _init(self, **about: Any) -> Any:
+    def _init(self, also: Mapping[str, Any], **about: Any) -> Any:
         import wandb
 
-        settings = wandb.Settings(silent=True, console="off", x_disable_stats=True)
+        settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, **also)
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             group=self._folder.name,
             dir=str(self._runs),
             mode=self._mode,
             reinit="create_new",
+            resume="allow",
             settings=settings,
             **about,
         )

@@ -8,6 +8,7 @@ to the file, and the next command sends them.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -93,9 +94,13 @@ class Tracker:
         run: str | None = None,
         at_s: float | None = None,
     ) -> None:
-        """Record metrics of a run at a step, without those that are ``None``."""
+        """Record metrics of a run at a step, without those that are ``None``; those that are not finite become tags."""
         known = {key: value for key, value in values.items() if value is not None}
-        self._put("metrics", run, known, step=step, at_s=at_s)
+        finite = {key: value for key, value in known.items() if math.isfinite(value)}
+        self._put("metrics", run, finite, step=step, at_s=at_s)
+        if len(finite) < len(known):
+            # JSON has no such numbers.
+            self.tags({key: value for key, value in known.items() if key not in finite}, run)
 
     def tags(self, values: Mapping[str, object], run: str | None = None) -> None:
         """Record tags of a run."""
@@ -175,14 +180,14 @@ def _begun(rows: Sequence[Row | None]) -> tuple[list[str], list[str]]:
 def send_pending(runs: Path) -> int:
     """Send the records that earlier commands could not send, and return their number.
 
-    Runs that are being written are skipped; a damaged run is logged once and skipped. Sending stops when the server
-    fails.
+    Runs that are being written are skipped; a damaged run is logged once and skipped. Nothing more is sent to a tracker
+    that fails.
     """
-    sent = 0
+    sent, broken = 0, set[str]()
     for spool in sorted(runs.glob(f"*/{SPOOL}")):
         folder = spool.parent
         try:
-            count, broken = _send_folder(runs, folder)
+            sent += _send_folder(runs, folder, broken)
         except RunLockedError:
             continue
         except InputError as error:
@@ -190,9 +195,6 @@ def send_pending(runs: Path) -> int:
                 _NAMED.add(folder)
                 logger.warning("%s; its records are not sent", error)
             continue
-        sent += count
-        if broken:
-            break
     return sent
 
 
@@ -200,22 +202,31 @@ def send_pending(runs: Path) -> int:
 _NAMED: set[Path] = set()
 
 
-def _send_folder(runs: Path, folder: Path) -> tuple[int, str]:
-    """Send the unsent records of one run directory; return the number sent, and why sending stopped."""
+def _send_folder(runs: Path, folder: Path, broken: set[str]) -> int:
+    """Send the unsent records of one run directory, and return their number.
+
+    Args:
+        runs: the runs folder.
+        folder: the run directory.
+        broken: names of the trackers that have failed, to which this one's is added if it fails.
+    """
     if folder.is_symlink():
-        return 0, ""
+        return 0
     require_plain(folder)
     rows = read_rows(folder)
     cursor = read_cursor(folder)
-    if cursor is not None and cursor.sent >= len(rows):
-        return 0, ""
+    report_to = "mlflow" if cursor is None else cursor.report_to
+    if report_to in broken or (cursor is not None and cursor.sent >= len(rows)):
+        return 0
     with WriterLock(folder, TRACKING):
         sender = _Sender(runs, folder)
         before = sender.sent
         for row in rows[before:]:
             sender.send(row)
         sender.finish()
-    return sender.sent - before, sender.broken
+    if sender.broken:
+        broken.add(report_to)
+    return sender.sent - before
 
 
 class _Sender:

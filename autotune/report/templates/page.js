@@ -1,11 +1,12 @@
 "use strict";
 // Tables are sorted by a click on a column's name: ascending, descending, as written.
-const SCALES = {B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, us: 1e-6, "\u00b5s": 1e-6, ms: 1e-3, s: 1, min: 60, h: 3600};
+const SCALES = {B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40, us: 1e-6, "\u00b5s": 1e-6, ms: 1e-3, s: 1, min: 60, h: 3600};
 const valueOf = cell => {
   const text = cell ? cell.textContent.trim() : "";
-  const found = text.match(/^([+\u2212-]?)([\d.,]+(?:e[+-]?\d+)?)\s*([A-Za-z\u00b5]*)/);
+  // No versions, dates or times: they are compared as texts.
+  const found = text.match(/^([+\u2212-]?)(\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)(?![\d.:-])\s*([A-Za-z\u00b5]*)/);
   if (!found) return [Infinity, text];
-  const size = Number(found[2].replace(/,/g, "")) * (SCALES[found[3]] ?? 1);
+  const size = Number(found[2].replace(/,/g, "")) * (Object.hasOwn(SCALES, found[3]) ? SCALES[found[3]] : 1);
   return [found[1] && found[1] !== "+" ? -size : size, text];
 };
 for (const table of document.querySelectorAll("table")) {
@@ -23,7 +24,7 @@ for (const table of document.querySelectorAll("table")) {
       head.setAttribute("aria-sort", order);
       const rows = written.map(row => [valueOf(row.cells[column]), row]);
       // What is no number comes last in both orders.
-      rows.sort(([[a, one]], [[b, other]]) => a === b ? sign * one.localeCompare(other) * (a === Infinity)
+      rows.sort(([[a, one]], [[b, other]]) => a === b ? sign * one.localeCompare(other, undefined, {numeric: true}) * (a === Infinity)
         : a === Infinity ? 1 : b === Infinity ? -1 : sign * (a - b));
       body.append(...rows.map(([, row]) => row));
     });
