@@ -46,7 +46,7 @@ def catalog() -> dict[str, Path]:
 
 
 def is_catalog_reference(reference: object) -> bool:
-    """Tell whether a reference can only name a job of the catalog.
+    """Return whether a reference can only name a job of the catalog.
 
     Such a reference may come from a run's own documents: loading it runs only a file of this package, and uses a job
     in it or a function annotated to return one. Nothing outside the package is imported or searched. The reference may
@@ -122,7 +122,7 @@ def refuse_while_loading() -> None:
 
 
 def is_job_file(module_name: str) -> bool:
-    """Tell whether a module was loaded from a job's file."""
+    """Return whether a module was loaded from a job's file."""
     return module_name.startswith(_FILE_MODULE)
 
 

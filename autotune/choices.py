@@ -54,7 +54,7 @@ class Precision(StrEnum):
 
     @property
     def is_reduced(self) -> bool:
-        """Tell whether matrix products run in a narrower format than fp32."""
+        """Return whether matrix products run in a narrower format than fp32."""
         return self.element_bytes < FP32_BYTES
 
 

@@ -117,7 +117,7 @@ def locate(folder: Path, layouts: Sequence[Layout]) -> Located:
 
 
 def is_file(path: Path) -> bool:
-    """Tell whether a path leads to a regular file."""
+    """Return whether a path leads to a regular file."""
     return _is(stat.S_ISREG, path)
 
 
@@ -159,7 +159,7 @@ def _missing(folder: Path, layouts: Sequence[Layout]) -> str:
 
 
 def _is(kind: Callable[[int], bool], path: Path) -> bool:
-    """Tell whether a path leads to a file of a kind; ``False`` if it cannot be read."""
+    """Return whether a path leads to a file of a kind; ``False`` if it cannot be read."""
     try:
         return kind(path.stat().st_mode)
     except (OSError, ValueError):

@@ -25,7 +25,7 @@ EXTRAS: Mapping[str, str] = {
 
 
 def is_installed(module: str) -> bool:
-    """Tell whether a library is installed, without importing it."""
+    """Return whether a library is installed, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 

@@ -315,7 +315,7 @@ class Job:
         return self.target
 
     def arrived(self, metric: float) -> bool:
-        """Tell whether a metric meets the target; NaN never does, and nothing meets a target that is not there."""
+        """Return whether a metric meets the target; NaN never does, and nothing meets a target that is not there."""
         if self.target is None:
             return False
         return metric <= self.target if self.goal == "min" else metric >= self.target

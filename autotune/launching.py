@@ -126,7 +126,7 @@ def compiled(model: nn.Module, job: Job) -> nn.Module:
 
 
 def _is_there(name: str) -> bool:
-    """Tell whether the whole name is the path of an existing file or folder, such as a policy's."""
+    """Return whether the whole name is the path of an existing file or folder, such as a policy's."""
     try:
         return os.sep in name and Path(name).exists()
     except (OSError, ValueError):

@@ -181,7 +181,7 @@ class Measurement:
 
     @property
     def within_budget(self) -> bool:
-        """Tell whether memory did not run out, and the peak is known to fit the budget, if there is one."""
+        """Return whether memory did not run out, and the peak is known to fit the budget, if there is one."""
         if self.failure in (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET):
             return False
         if self.memory_budget_bytes is None:

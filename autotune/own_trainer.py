@@ -87,7 +87,7 @@ def _check(trainer: Any) -> None:
 
 
 def _is_known(callback: object) -> bool:
-    """Tell whether a callback is one of transformers or of this package, which leave the training as it is."""
+    """Return whether a callback is one of transformers or of this package, which leave the training as it is."""
     return type(callback).__module__.startswith(("transformers.", "autotune."))
 
 

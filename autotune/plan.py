@@ -35,7 +35,7 @@ FP32_CHOICES = ("fp32", "tf32")
 
 
 def _is_rate(value: object) -> bool:
-    """Tell whether a value is a number above 0 in the range of floats; whole numbers in JSON may be larger."""
+    """Return whether a value is a number above 0 in the range of floats; whole numbers in JSON may be larger."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """Tell whether any unit computes in a precision that needs a scaled loss."""
+        """Return whether any unit computes in a precision that needs a scaled loss."""
         return any(choice.needs_loss_scaling for choice in self.precision.values())
 
     @property

@@ -127,7 +127,7 @@ def _runs(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _opens(module: nn.Module) -> bool:
-    """Tell whether a sibling is a container to look into, not a unit."""
+    """Return whether a sibling is a container to look into, not a unit."""
     from torch import nn
 
     return isinstance(module, nn.ModuleList) or (_is_sequence(module) and any(True for _ in _runs(module, "")))
@@ -160,7 +160,7 @@ def _is_sequence(module: nn.Module) -> bool:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Tell whether a module has a forward of its own (a ``ModuleList`` or ``ModuleDict`` has none)."""
+    """Return whether a module has a forward of its own (a ``ModuleList`` or ``ModuleDict`` has none)."""
     from torch import nn
 
     return getattr(type(module), "forward", None) is not nn.Module.forward

@@ -147,7 +147,7 @@ job = Job(
 # A shorter run of the same job, for a first look.
 short = replace(job, name="charlm_short", target=2.7, max_steps=36)
 # On a slow machine.
-brief = replace(job, name="charlm_brief", target=3.0, max_steps=20)
+brief = replace(job, name="charlm_brief", target=3.2, max_steps=24)
 
 # The same job with steps that consume k batches.
 adaptive = replace(job, name="charlm_adaptive", batching="adaptive", lr_rule="sqrt")

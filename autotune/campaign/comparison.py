@@ -305,7 +305,7 @@ class _Run:
         return record
 
     def _goes_on(self) -> bool:
-        """Tell whether the run has not ended: at its steps if these are the job's own length, else at its samples."""
+        """Return whether the run has not ended: at its steps if these are the job's own length, else at its samples."""
         progress = self.engine.progress
         return progress.samples < self.samples and (self._last_step is None or progress.steps < self._last_step)
 

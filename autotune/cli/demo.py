@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
+from autotune.budget import MemoryBudget
 from autotune.cli import console as shared
 from autotune.cli.compare import show
 from autotune.cli.console import JsonOption, RunsOption, SeedOption, StepsOption
 
 _ARMS = ("baseline", "paper", "random", "optuna", "planner", "ppo")
 # Jobs with their length in steps, and numbers of seeds, the most telling first; the last one if none fits in the time.
-_CHOICES = (("charlm:short", 36, 3), ("charlm:brief", 20, 3), ("charlm:brief", 20, 2))
+_CHOICES = (("charlm:short", 36, 3), ("charlm:brief", 24, 3), ("charlm:brief", 24, 2))
 _MINUTES = 12.5
 # Steps of the profile.
 _PROFILED = 18
@@ -39,13 +41,17 @@ def command(
     from autotune.records.requests import CompareOptions
 
     output = shared.console(as_json=as_json)
-    chosen, few = _that_fits(steps) if job is None else (job, 3)
-    job, seeds = chosen, few if seeds is None else seeds
-    options = CompareOptions(seeds=seeds, memory_budget=memory_budget, steps=steps, seed=seed)
+    options = CompareOptions(seeds=3 if seeds is None else seeds, memory_budget=memory_budget, steps=steps, seed=seed)
+    if job is None:
+        # What is wrong is said before the machine is timed.
+        options.request(_CHOICES[0][0], _ARMS)
+        MemoryBudget.parse(memory_budget)
+        job, few = _that_fits(steps)
+        options = replace(options, seeds=few if seeds is None else seeds)
     output.print(
         f"Training {job} for real inside {memory_budget} of the FP32 baseline's peak memory: a profile, two searches "
-        f"of {steps} real steps each, then {len(_ARMS)} arms on {seeds} fresh seeds. The planner and the shipped "
-        f"policy control two of them during training.",
+        f"of {steps} real steps each, then {len(_ARMS)} arms on {options.seeds} fresh seeds. The planner and the "
+        f"shipped policy control two of them during training.",
         soft_wrap=True,
     )
     began = time.perf_counter()

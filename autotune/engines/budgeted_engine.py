@@ -48,7 +48,7 @@ class BudgetedEngine(EngineProxy):
         self.known: dict[Plan, Measurement] = {}
 
     def affords(self, steps: int) -> bool:
-        """Tell whether one more window fits the budget if every prepared window costs all its steps."""
+        """Return whether one more window fits the budget if every prepared window costs all its steps."""
         if self.window_budget is not None and self._windows + len(self._prepared) >= self.window_budget:
             return False
         return self.steps_spent + sum(self._prepared.values()) + steps <= self.step_budget

@@ -171,7 +171,7 @@ class DeepSpeedEngine(TorchEngine):
         return float(shared)
 
     def may_split(self) -> bool:
-        """Tell whether a step may be split in two to measure the noise scale; several ranks need no split."""
+        """Return whether a step may be split in two to measure the noise scale; several ranks need no split."""
         return self.world == 1 and super().may_split()
 
     def shares(self, pieces: Sequence[Any]) -> stepping.Shares:

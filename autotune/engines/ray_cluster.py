@@ -207,7 +207,7 @@ def places(nodes: Sequence[Mapping[str, Any]], options: ClusterOptions) -> list[
 
 
 def _is_whole(text: str, most: int) -> bool:
-    """Tell whether a text is a whole number from 1 to a limit, in plain digits."""
+    """Return whether a text is a whole number from 1 to a limit, in plain digits."""
     return text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most
 
 

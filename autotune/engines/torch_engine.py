@@ -420,12 +420,12 @@ class TorchEngine(EngineBase):
         """Note that a phase of a step begins; overridden by engines that trace steps."""
 
     def may_split(self) -> bool:
-        """Tell whether a step may be split in two to measure the noise scale."""
+        """Return whether a step may be split in two to measure the noise scale."""
         splittable = self.job.batching == "fixed" and "accumulation_steps" not in self.locks
         return self.options.split_to_learn_noise and splittable and self.plan.accumulation_steps == 1
 
     def _sample_is_due(self, first_step: int) -> bool:
-        """Tell whether the next step is sampled: the first possible step of a window, then every n-th."""
+        """Return whether the next step is sampled: the first possible step of a window, then every n-th."""
         if self.options.statistics_every is None:
             return False
         sampled_at = self.monitor.state.sampled_at
@@ -498,7 +498,7 @@ class _Attempt:
 
     @property
     def overflowed(self) -> bool:
-        """Tell whether a skipped update is due to an overflow of the scaled gradient; the next step scales less."""
+        """Return whether a skipped update is due to an overflow of the scaled gradient; the next step scales less."""
         return self._engine.update.scaled and math.isfinite(self.loss)
 
     def finish(self) -> None:

@@ -130,7 +130,7 @@ def _locked(path: Path, folder: Path) -> int:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Tell whether an open file is still the one at a path."""
+    """Return whether an open file is still the one at a path."""
     try:
         return os.path.samestat(os.fstat(handle), path.lstat())
     except FileNotFoundError:

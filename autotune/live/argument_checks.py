@@ -207,7 +207,7 @@ def accumulated(value: object) -> int:
 
 
 def is_adaptive(settings: Settings, mode: Mode, accumulation_steps: int, *, parallel: bool) -> bool:
-    """Tell whether a step consumes k batches; refuse that where it is not supported."""
+    """Return whether a step consumes k batches; refuse that where it is not supported."""
     adaptive = settings.batching == "adaptive"
     if adaptive and mode is not Mode.TOLERANT:
         raise AttachError(

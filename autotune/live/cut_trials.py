@@ -21,7 +21,7 @@ class CutTrials:
         self._cut_steps, self._next = 0, self._random.randint(1, _FIRST_WITHIN)
 
     def due(self, plan: Plan, space: PlanSpace) -> bool:
-        """Tell whether the batch of the next step is tried again in smaller pieces.
+        """Return whether the batch of the next step is tried again in smaller pieces.
 
         Args:
             plan: plan of the step.

@@ -17,7 +17,7 @@ from autotune.mechanics.sharded import ShardedUpdate
 
 
 def is_engine(value: object) -> bool:
-    """Tell whether a value is an engine, as ``deepspeed.initialize`` returns it."""
+    """Return whether a value is an engine, as ``deepspeed.initialize`` returns it."""
     return any(kind.__module__.startswith("deepspeed.") for kind in type(value).__mro__[:-1])
 
 

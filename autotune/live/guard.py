@@ -179,7 +179,7 @@ class Breaker:
         self.open = len(self.trips) >= self.limits.max_trips
 
     def allows(self, step: int) -> bool:
-        """Tell whether acting is allowed at a step."""
+        """Return whether acting is allowed at a step."""
         return not self.open and step >= self.paused_until
 
 

@@ -11,7 +11,7 @@ _STOP_FILE = "STOP"
 
 
 def is_disabled() -> bool:
-    """Tell whether the environment forbids live tuners."""
+    """Return whether the environment forbids live tuners."""
     return os.environ.get(KILL_VARIABLE, "0") not in ("", "0")
 
 

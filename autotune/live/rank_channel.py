@@ -25,14 +25,14 @@ _WIDTH = 64
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Tell whether a model's parameters are spread over ranks, as by ``fully_shard()`` or tensor parallelism."""
+    """Return whether a model's parameters are spread over ranks, as by ``fully_shard()`` or tensor parallelism."""
     return is_flattened(model) or any(
         hasattr(parameter, "device_mesh") or hasattr(parameter, "_st_info") for parameter in model.parameters()
     )
 
 
 def is_flattened(model: nn.Module) -> bool:
-    """Tell whether ``FullyShardedDataParallel`` flattens a model's weights; ``fully_shard()`` does not flatten them."""
+    """Return whether ``FullyShardedDataParallel`` flattens a model's weights; ``fully_shard()`` does not."""
     return type(model).__name__ == "FullyShardedDataParallel"
 
 
@@ -100,7 +100,7 @@ class Ranks:
 
     @property
     def many(self) -> bool:
-        """Tell whether there are other ranks."""
+        """Return whether there are other ranks."""
         return self.world > 1
 
     def largest(self, values: Sequence[float]) -> list[float]:

@@ -11,7 +11,7 @@ _DEPTH = 3
 
 
 def is_scaled(loss: torch.Tensor) -> bool:
-    """Tell whether a loss was multiplied by the scale of an existing ``GradScaler``.
+    """Return whether a loss was multiplied by the scale of an existing ``GradScaler``.
 
     A factor in the loss's graph is compared with the scalers among all objects, which takes milliseconds. Without a
     factor of one element, the check takes microseconds.

@@ -230,12 +230,12 @@ class LiveTuner:
 
     @property
     def probing(self) -> bool:
-        """Tell whether the loop's body runs for a trial pass, whose loss must not be logged."""
+        """Return whether the loop's body runs for a trial pass, whose loss must not be logged."""
         return self._beside is not None
 
     @property
     def learning(self) -> bool:
-        """Tell whether the running step, or the last one, is used to profile the run."""
+        """Return whether the running step, or the last one, is used to profile the run."""
         return self._pilot is not None and self._pilot.time.learns
 
     def detach(self, reason: str = "detach() was called") -> None:
@@ -567,7 +567,7 @@ class LiveTuner:
         return [(batch, running.items[-1] / (running.items[0] * running.wanted))] if running.items[-1] else []
 
     def _is_full(self, running: RunningStep) -> bool:
-        """Tell whether a step has all batches that it consumes; once detached, any number is enough."""
+        """Return whether a step has all batches that it consumes; once detached, any number is enough."""
         return self._pilot is None or running.batches >= running.wanted
 
     def _rate_factor(self, running: RunningStep) -> float:
@@ -618,7 +618,7 @@ class LiveTuner:
 
 
 def _joins(model: nn.Module) -> bool:
-    """Tell whether a model runs within ``join()``, for ranks with uneven numbers of batches."""
+    """Return whether a model runs within ``join()``, for ranks with uneven numbers of batches."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 

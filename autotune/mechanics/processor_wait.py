@@ -75,7 +75,7 @@ def busy_frac() -> float:
 
 
 def is_disturbed(frac: float | None) -> bool:
-    """Tell whether a share of waiting makes a measurement's times doubtful."""
+    """Return whether a share of waiting makes a measurement's times doubtful."""
     return frac is not None and frac > busy_frac()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from autotune.report_to import Name
 
@@ -13,8 +12,8 @@ class LeftOutError(Exception):
     """A record that must not be sent."""
 
 
-class Destination(Protocol):
-    """An experiment tracker, as the sender of records needs it.
+class Destination:
+    """An experiment tracker, as the sender of records needs it; this one takes nothing: records stay in the spool.
 
     Every method may raise; the sender then keeps this record and all later ones. Times are POSIX milliseconds, ``None``
     for now. A run is named by the id that ``begin`` returned, also in later processes.
@@ -23,13 +22,14 @@ class Destination(Protocol):
         address: where the records go, for messages.
     """
 
-    address: str
+    address = "none"
 
     def connect(self) -> None:
         """Import the tracker's library, and open or create what holds the runs."""
 
     def begin(self, name: str, parent: str | None, at_ms: int | None) -> str:
         """Begin a run, nested in its parent if it has one, and return its id."""
+        return name
 
     def params(self, run: str, values: Mapping[str, str]) -> None:
         """Log parameters."""
@@ -46,45 +46,11 @@ class Destination(Protocol):
     def end(self, run: str, status: str, at_ms: int | None) -> None:
         """End a run with ``FINISHED``, ``FAILED`` or ``KILLED``."""
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Write what is buffered; more records may follow."""
 
     def refuses(self, error: Exception) -> bool:
         """Return whether the tracker works, but will never accept the record that raised this error."""
-
-
-class Nowhere:
-    """No tracker: the records remain in ``tracking.jsonl``."""
-
-    address = "none"
-
-    def connect(self) -> None:
-        """Do nothing, here and below."""
-
-    def begin(self, name: str, parent: str | None, at_ms: int | None) -> str:
-        """Return the name."""
-        return name
-
-    def params(self, run: str, values: Mapping[str, str]) -> None:
-        """Drop parameters."""
-
-    def tags(self, run: str, values: Mapping[str, str]) -> None:
-        """Drop tags."""
-
-    def metrics(self, run: str, values: Mapping[str, float], step: int, at_ms: int | None) -> None:
-        """Drop metrics."""
-
-    def artifact(self, run: str, path: Path) -> None:
-        """Drop a file."""
-
-    def end(self, run: str, status: str, at_ms: int | None) -> None:
-        """Drop the end."""
-
-    def close(self) -> None:
-        """Write nothing."""
-
-    def refuses(self, error: Exception) -> bool:
-        """Return ``False``."""
         return False
 
 
@@ -105,7 +71,7 @@ def destination(report_to: Name, runs: Path, folder: Path) -> Destination:
 
         return ToWandb(runs, folder)
     if report_to == "none":
-        return Nowhere()
+        return Destination()
     from autotune.records.to_mlflow import ToMLflow
 
     return ToMLflow(runs)

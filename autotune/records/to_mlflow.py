@@ -15,7 +15,7 @@ from autotune.errors import InputError, one_line
 from autotune.io.addresses import sqlite_address, without_secrets
 from autotune.io.files import open_for_appending, require_plain
 from autotune.io.sqlite_files import BESIDE, require_own
-from autotune.records.destinations import LeftOutError
+from autotune.records.destinations import Destination, LeftOutError
 
 EXPERIMENT, DATABASE, ARTIFACTS = "autotune", "mlflow.db", "artifacts"
 # By this tag, MLflow's pages show what belongs to the training of models, not to language models in use.
@@ -31,8 +31,8 @@ def tracking_uri(runs: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or sqlite_address(runs / DATABASE)
 
 
-class ToMLflow:
-    """An MLflow server, or the SQLite database in the runs folder; see :class:`~.destinations.Destination`."""
+class ToMLflow(Destination):
+    """An MLflow server, or the SQLite database in the runs folder."""
 
     def __init__(self, runs: Path) -> None:
         self.address = tracking_uri(runs)
@@ -106,9 +106,6 @@ class ToMLflow:
     def end(self, run: str, status: str, at_ms: int | None) -> None:
         """End a run."""
         self._client.set_terminated(run, status=status, end_time=at_ms)
-
-    def close(self) -> None:
-        """Write nothing: nothing is buffered."""
 
     def refuses(self, error: Exception) -> bool:
         """Return whether a server that answers refuses the record, such as a second value of a parameter."""

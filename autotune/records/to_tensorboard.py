@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune.errors import InputError, one_line
 from autotune.io.files import inside
-from autotune.records.destinations import LeftOutError
+from autotune.records.destinations import Destination, LeftOutError
 
 FOLDER = "tensorboard"
 # Characters of a folder's name.
@@ -26,8 +26,8 @@ class _Open:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class ToTensorBoard:
-    """TensorBoard; see :class:`~.destinations.Destination`. Files are not logged: they remain in the run directory."""
+class ToTensorBoard(Destination):
+    """TensorBoard. Files are not logged: they remain in the run directory."""
 
     def __init__(self, runs: Path, folder: Path) -> None:
         self.address = str(runs / FOLDER)
@@ -69,9 +69,6 @@ class ToTensorBoard:
             found.metrics[name] = float(value)
             found.writer.add_scalar(name, float(value), step, walltime=_seconds(at_ms))
 
-    def artifact(self, run: str, path: Path) -> None:
-        """Log nothing: files remain in the run directory."""
-
     def end(self, run: str, status: str, at_ms: int | None) -> None:
         """End a run."""
         found = self._of(run)
@@ -85,14 +82,10 @@ class ToTensorBoard:
         found.writer.close()
         del self._open[run]
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Write what is buffered."""
         for found in self._open.values():
             found.writer.flush()
-
-    def refuses(self, error: Exception) -> bool:
-        """Return ``False``: files accept every record."""
-        return False
 
     def _of(self, run: str) -> _Open:
         from torch.utils.tensorboard import SummaryWriter

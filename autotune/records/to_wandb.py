@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import InputError
+from autotune.records.destinations import Destination
 
 PROJECT = "autotune"
 # Modes in which wandb needs no key.
@@ -18,8 +19,8 @@ _WITHOUT_KEY = ("offline", "dryrun", "disabled")
 _REMEDY = "a key, by `wandb login`; or WANDB_MODE=offline"
 
 
-class ToWandb:
-    """Weights & Biases, as ``WANDB_MODE`` says; see :class:`~.destinations.Destination`.
+class ToWandb(Destination):
+    """Weights & Biases, as ``WANDB_MODE`` says.
 
     Without that variable and without a key, runs are written to ``wandb/`` in the runs folder, and ``wandb sync`` sends
     them. What wandb's own process has not yet written when the command is killed is lost for it; it stays in
@@ -83,13 +84,6 @@ class ToWandb:
             self._of(run).summary["ended"] = datetime.fromtimestamp(at_ms / 1e3, UTC).isoformat()
         self._of(run).finish(exit_code=int(status != "FINISHED"))
         del self._open[run]
-
-    def close(self) -> None:
-        """Write nothing: the library's own process does."""
-
-    def refuses(self, error: Exception) -> bool:
-        """Return ``False``: the library does not say."""
-        return False
 
     def _of(self, run: str) -> Any:
         if run not in self._open:

@@ -286,7 +286,7 @@ class _Sender:
         if not self._is_connected:
             return
         try:
-            self._to.close()
+            self._to.flush()
         except Exception as error:  # noqa: BLE001 - as above
             logger.warning("%s: %s", self.address, scrubbed(one_line(error), self._to.address)[:200])
         self.keep()

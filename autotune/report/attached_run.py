@@ -105,7 +105,7 @@ class AttachedRun:
 
     @property
     def observed_only(self) -> bool:
-        """Tell whether the tuner was not allowed to change anything."""
+        """Return whether the tuner was not allowed to change anything."""
         return self.options.get("stage") == "observe"
 
     @property

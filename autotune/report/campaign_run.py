@@ -48,7 +48,7 @@ class CampaignRun:
 
     @property
     def compared(self) -> bool:
-        """Tell whether the campaign is a comparison."""
+        """Return whether the campaign is a comparison."""
         return isinstance(self.config, CompareConfig)
 
     @property

@@ -131,7 +131,7 @@ def _view(run: CampaignRun, arm: str, plan: Plan) -> dict[str, Any]:
 
 
 def _is_profiled(run: CampaignRun, plan: Plan) -> bool:
-    """Tell whether the profile applies to the plan: it was taken with the first arm's launch choices."""
+    """Return whether the profile applies to the plan: it was taken with the first arm's launch choices."""
     return plan.launch == launched(run.document["arms"][0]).launch
 
 

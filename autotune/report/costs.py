@@ -69,7 +69,7 @@ def _arm_cost(arm: Mapping[str, Any], intensity: Intensity | None) -> ArmCost:
 
 
 def has_target(comparison: Mapping[str, Any]) -> bool:
-    """Tell whether the arms' times are those to a target; otherwise they are those of whole runs."""
+    """Return whether the arms' times are those to a target; otherwise they are those of whole runs."""
     return comparison["metric"]["target"] is not None
 
 

@@ -22,7 +22,7 @@ _ROWS = 100
 
 
 def is_live(arm: Mapping[str, Any]) -> bool:
-    """Tell whether an arm of ``comparison.json`` makes decisions while it trains."""
+    """Return whether an arm of ``comparison.json`` makes decisions while it trains."""
     return arm.get("plan") is None
 
 

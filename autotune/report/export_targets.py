@@ -172,7 +172,7 @@ def require_fit(plan: Plan, job: Job, model: nn.Module) -> Plan:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Tell whether a module is a layer that transformers can recompute; transformers need not be installed."""
+    """Return whether a module is a layer that transformers can recompute; transformers need not be installed."""
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 

@@ -230,7 +230,7 @@ class Watched:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the run was detached."""
+        """Return whether the run was detached."""
         return self.snapshot is not None and self.snapshot.ended is not None
 
     @property

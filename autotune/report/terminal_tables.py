@@ -167,7 +167,7 @@ def busy_words(measured: Mapping[str, Any]) -> str:
 
 
 def all_fit(comparison: Mapping[str, Any], name: str) -> bool:
-    """Tell whether every run of an arm stayed within the budget."""
+    """Return whether every run of an arm stayed within the budget."""
     arm = next(arm for arm in comparison["arms"] if arm["name"] == name)
     return all(run["within_budget"] for run in arm["runs"])
 

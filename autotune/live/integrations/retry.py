@@ -238,7 +238,7 @@ class _Ranks:
         self._known: dict[Plan, list[Signature]] = {}
 
     def rehearses(self, batch: Any) -> bool:
-        """Tell whether to rehearse the next step: on some rank it is unlike earlier steps.
+        """Return whether to rehearse the next step: on some rank it is unlike earlier steps.
 
         Args:
             batch: the step's batch.

@@ -315,7 +315,7 @@ class TunedTrainer(Trainer):
 
     @torch.no_grad()
     def _losses_are_shares(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> bool:
-        """Tell whether the losses of a batch's halves sum to its own, as in models that use ``num_items_in_batch``."""
+        """Return whether the losses of a batch's halves sum to its own, as where ``num_items_in_batch`` is used."""
         while True:
             try:
                 return self._halves_sum(model, inputs, num_items_in_batch)
