@@ -7,7 +7,7 @@ from autotune.catalog import load_job
 from autotune.cli import demo
 
 
-@pytest.mark.parametrize(("name", "length"), {choice[:2] for choice in demo._CHOICES})
+@pytest.mark.parametrize(("name", "length"), sorted({choice[:2] for choice in demo._CHOICES}))
 def test_lengths_of_the_demos_jobs_are_their_own(name: str, length: int) -> None:
     assert load_job(name).max_steps == length
 
