@@ -45,13 +45,13 @@ class Troubled(Wanders):
 
 
 def main() -> None:
-    """Train one run after another."""
-    folder, ways, steps = Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3])
+    """Train one run after another; each is given as a way and its steps."""
+    folder, runs = Path(sys.argv[1]), [run.split(":") for run in sys.argv[2].split(",")]
     # Each rank profiles alone before the process group exists.
-    peaks = profiled_peaks() if "following" in ways else (0, 0)
+    peaks = profiled_peaks() if ["following"] in [run[:1] for run in runs] else (0, 0)
     dist.init_process_group("gloo")
-    for way in ways:
-        train(folder, way, steps, *peaks)
+    for way, steps in runs:
+        train(folder, way, int(steps), *peaks)
         known_precisions.forget()
     dist.destroy_process_group()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import pytest
 import tiny_job
 import torch
 import torch.nn.functional as F
-from small_jobs import adamw, convolution_job, gpt_job, image_batches, token_batches
+from small_jobs import adamw, convolution_job, gpt_job, image_batches, perceptron_job, token_batches
 from small_models import TinyConvolution, TinyGPT
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -33,6 +32,12 @@ A100 = find_device("a100")
 # The same rates with CPU memory: blocks of any size and no workspaces.
 ON_CPU = replace(A100, block_bytes=1, workspace_bytes=0, context_bytes=0, tf32=None)
 QUICK = ProfilerOptions(seconds=1.0, max_rounds=2, calibration_plans=2)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Profile:
+    """Return the estimate of the tiny job for the A100."""
+    return estimate(tiny_job.few_k(), A100)
 
 
 def without_foreach(job: Job) -> Job:
@@ -151,17 +156,16 @@ def test_step_that_depends_on_tensor_values_is_named() -> None:
         estimate(job, A100)
 
 
-def test_estimate_can_be_used_for_planning() -> None:
-    found = estimate(tiny_job.make(), A100)
-    above = peak_bytes(found, found.space.baseline()) - A100.workspace_bytes
+def test_estimate_can_be_used_for_planning(tiny: Profile) -> None:
+    above = peak_bytes(tiny, tiny.space.baseline()) - A100.workspace_bytes
     budget = A100.workspace_bytes + int(above * 0.8)
-    assert solve(found, budget).peak_bytes <= budget
+    assert solve(tiny, budget).peak_bytes <= budget
 
 
-def test_blocks_are_rounded_up_like_the_allocator_does() -> None:
+def test_blocks_are_rounded_up_like_the_allocator_does(tiny: Profile) -> None:
     assert [A100.allocated(size) for size in (0, 1, 512, 513, 2**30 + 1)] == [0, 512, 512, 1024, 2**30 + 512]
     assert [ON_CPU.allocated(size) for size in (0, 1, 513)] == [0, 1, 513]
-    on_gpu, on_cpu = (estimate(tiny_job.make(accumulation_choices=(1, 2)), spec) for spec in (A100, ON_CPU))
+    on_gpu, on_cpu = tiny, estimate(tiny_job.few_k(), ON_CPU)
     parameters = list(tiny_job.Network().parameters())
     # Weights and two moments; the step counters stay in host memory.
     exact = [3 * parameter.numel() * 4 for parameter in parameters]
@@ -177,7 +181,7 @@ def test_blocks_are_rounded_up_like_the_allocator_does() -> None:
 
 
 def test_every_peak_includes_the_workspaces_of_both_threads() -> None:
-    job, spec = tiny_job.make(accumulation_choices=(1, 2)), find_device("h100")
+    job, spec = perceptron_job(accumulation_choices=(1, 2)), find_device("h100")
     found, without = estimate(job, spec), estimate(job, replace(spec, workspace_bytes=0))
     for precision in (Precision.FP32, Precision.BF16):
         plan = found.space.plan(accumulation_steps=2, precision=precision)
@@ -208,14 +212,14 @@ def test_convolutions_use_tf32_by_default_and_products_only_on_request(monkeypat
             loss=lambda model, batch: F.cross_entropy(model(batch["images"]), batch["labels"]),
             accumulation_choices=(1,),
         ),
-        "product": tiny_job.make(accumulation_choices=(1,)),
+        "product": perceptron_job(accumulation_choices=(1,)),
     }
     # Computation is so slow that nothing else matters.
     devices = {
         key: replace(
             spec,
-            flops={precision: rate / 1e9 for precision, rate in spec.flops.items()},
-            tf32=None if spec.tf32 is None else spec.tf32 / 1e9,
+            flops={precision: rate / 1e12 for precision, rate in spec.flops.items()},
+            tf32=None if spec.tf32 is None else spec.tf32 / 1e12,
         )
         for key in ("a100", "v100", "mi300x")
         for spec in [find_device(key)]
@@ -297,7 +301,7 @@ def test_other_devices_are_rejected(name: str) -> None:
 
 
 def test_command_plans_and_marks_the_result_as_an_estimate(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
-    job = tiny_job.__file__ + ":job"
+    job = tiny_job.__file__ + ":few_k"
     path = tmp_path / "plan.json"
     assert run(["plan", job, "--device", "h200", "--memory-budget", "99.9%", "--json", "--output", str(path)]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -312,25 +316,24 @@ def test_command_plans_and_marks_the_result_as_an_estimate(capsys: pytest.Captur
     assert "the driver's context takes 476.8 MiB" in shown
 
 
-def test_no_plan_that_is_said_to_fit_is_faster_than_the_exact_one() -> None:
-    found = estimate(tiny_job.make(), A100)
+def test_no_plan_that_is_said_to_fit_is_faster_than_the_exact_one(tiny: Profile) -> None:
     # The fastest plan is within this budget, but not within the margin below it.
-    budget = int(peak_bytes(found, found.space.plan(accumulation_steps=1, precision=Precision.BF16)) * 1.001)
-    rows = _rows(found, solve(found, budget).plan, budget)
+    budget = int(peak_bytes(tiny, tiny.space.plan(accumulation_steps=1, precision=Precision.BF16)) * 1.001)
+    rows = _rows(tiny, solve(tiny, budget).plan, budget)
     fitting = {row["name"]: row["seconds_per_step"] for row in rows if row["fits"]}
     assert fitting["exact"] == min(fitting.values())
     assert "uniform-bf16" not in fitting
 
 
 def test_whole_device_excludes_the_memory_of_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", tiny_job.__file__ + ":job", "--device", "NVIDIA GeForce RTX 4090", "--json"]) == 0
+    assert run(["plan", tiny_job.__file__ + ":few_k", "--device", "NVIDIA GeForce RTX 4090", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["context_bytes"] == 500 * 10**6
     assert document["memory_budget_bytes"] == int((24 * 10**9 - 500 * 10**6) * 0.9)
 
 
 def test_budget_below_the_optimizer_update_gives_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
-    job = tiny_job.__file__ + ":job"
+    job = tiny_job.__file__ + ":few_k"
     assert run(["plan", job, "--device", "h200", "--memory-budget", "1KiB"]) == 2
     message = capsys.readouterr().err
     assert "needs more" in message
@@ -342,7 +345,7 @@ class Encoder(nn.Module):
 
     def __init__(self, *, convert: bool) -> None:
         super().__init__()
-        layers = [nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(3)]
+        layers = [nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(2)]
         self.embedding, self.layers, self.head = nn.Embedding(64, 32), nn.ModuleList(layers), nn.Linear(32, 64)
         self.head.weight = self.embedding.weight
         if convert:
@@ -357,7 +360,9 @@ class Encoder(nn.Module):
 
 def test_built_in_layers_and_conversions_are_estimated() -> None:
     plain, converted = (
-        estimate(tiny_job.make(model=lambda convert=convert: Encoder(convert=convert)), A100)
+        estimate(
+            tiny_job.make(model=lambda convert=convert: Encoder(convert=convert), accumulation_choices=(1,)), A100
+        )
         for convert in (False, True)
     )
     # Shared weights stay shared.
@@ -365,7 +370,7 @@ def test_built_in_layers_and_conversions_are_estimated() -> None:
 
 
 def test_estimate_of_many_k_covers_all_and_round_trips() -> None:
-    choices, batches = (1, 2, 3, 4, 6, 8), functools.partial(token_batches, size=8)
-    found = estimate(gpt_job(batches=batches, batch_size=8, accumulation_choices=choices), A100)
+    choices = (1, 2, 3, 4, 6, 8)
+    found = estimate(perceptron_job(accumulation_choices=choices), A100)
     assert found.accumulation_choices == choices
     assert Profile.from_json(found.to_json()) == found

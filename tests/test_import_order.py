@@ -1,6 +1,7 @@
 """Tests of the import order of folders; heavy packages are imported in one file each."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,7 @@ def floor_of(module: str) -> str:
     return parts[0]
 
 
+@functools.cache
 def imports_of(path: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(path.read_text())):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import io
 import json
@@ -143,6 +144,12 @@ def train(
     return trace
 
 
+@functools.cache
+def plain_gpt(steps: int) -> Trace:
+    """Return the unattached training of the little GPT, which many tests compare with."""
+    return train(deep_gpt, token_batches, gpt_loss, steps)
+
+
 class Wanders:
     """A policy that proposes another placement at each decision."""
 
@@ -186,9 +193,9 @@ class Moves:
     ],
 )
 def test_training_attached_and_switching_is_bit_identical(model: Any, batches: Any, loss_of: Loss) -> None:
-    plain = train(model, batches, loss_of, 100)
-    tuned = train(model, batches, loss_of, 100, policy=Wanders(), memory_budget_bytes=10**9, limits=RESTLESS)
-    assert tuned.status["switches"] >= 70  # type: ignore[attr-defined]
+    plain = train(model, batches, loss_of, 60)
+    tuned = train(model, batches, loss_of, 60, policy=Wanders(), memory_budget_bytes=10**9, limits=RESTLESS)
+    assert tuned.status["switches"] >= 40  # type: ignore[attr-defined]
     assert tuned.status["attached"]  # type: ignore[attr-defined]
     assert_identical(plain, tuned)
 
@@ -212,8 +219,7 @@ def test_thousand_attached_steps_are_bit_identical(model: Any, batches: Any, los
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["exact", "greedy", "planner", "ppo"])
 def test_every_named_policy_follows_a_changing_budget_and_stays_bit_identical(policy: str) -> None:
-    plain = train(deep_gpt, token_batches, gpt_loss, 60)
-    peaks = profiled_peaks()
+    plain, peaks = plain_gpt(60), profiled_peaks()
     budget = Moves(int(peaks[0] * 1.02), int(peaks[1] * 1.1))
     tuned = train(deep_gpt, token_batches, gpt_loss, 60, policy=policy, memory_budget_bytes=budget, limits=RESTLESS)
     assert tuned.status["attached"], tuned.status  # type: ignore[attr-defined]
@@ -222,6 +228,7 @@ def test_every_named_policy_follows_a_changing_budget_and_stays_bit_identical(po
     assert_identical(plain, tuned)
 
 
+@functools.cache
 def profiled_peaks() -> tuple[float, float]:
     """Return the smallest and the largest predicted peak of the little GPT."""
     tuned = train(deep_gpt, token_batches, gpt_loss, 12, policy="exact", memory_budget_bytes=10**9)
@@ -262,7 +269,7 @@ class Hostile:
 
 
 def test_hostile_policy_causes_only_trips() -> None:
-    plain = train(deep_gpt, token_batches, gpt_loss, 60)
+    plain = plain_gpt(60)
     budget = int(profiled_peaks()[0] * 1.05)
     limits = dataclasses.replace(RESTLESS, pause_steps=1)
     hostile = Hostile()
@@ -276,7 +283,7 @@ def test_hostile_policy_causes_only_trips() -> None:
 
 
 def test_too_many_trips_detach_permanently() -> None:
-    plain = train(deep_gpt, token_batches, gpt_loss, 60)
+    plain = plain_gpt(60)
     limits = dataclasses.replace(RESTLESS, pause_steps=1, max_trips=3)
     tuned = train(deep_gpt, token_batches, gpt_loss, 60, policy=Hostile(), memory_budget_bytes=10**9, limits=limits)
     assert not tuned.status["attached"]  # type: ignore[attr-defined]
@@ -284,7 +291,15 @@ def test_too_many_trips_detach_permanently() -> None:
     assert_identical(plain, tuned)
 
 
-@pytest.mark.parametrize("lie", [float("nan"), -1, 0, "much", float("inf"), None, RuntimeError("no driver")])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        float("nan"),
+        *(pytest.param(lie, marks=pytest.mark.slow) for lie in (-1, 0, "much", float("inf"))),
+        None,
+        RuntimeError("no driver"),
+    ],
+)
 def test_invalid_budget_is_logged_once_and_the_last_valid_one_is_kept(
     lie: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -299,7 +314,7 @@ def test_invalid_budget_is_logged_once_and_the_last_valid_one_is_kept(
             return lie
         return 10**9
 
-    plain = train(deep_gpt, token_batches, gpt_loss, 30)
+    plain = plain_gpt(30)
     tuned = train(deep_gpt, token_batches, gpt_loss, 30, policy="exact", memory_budget_bytes=budget, limits=RESTLESS)
     assert tuned.status["attached"]  # type: ignore[attr-defined]
     refused = [event for event in tuned.events if event["event"] == "budget refused"]  # type: ignore[attr-defined]
@@ -311,7 +326,7 @@ def test_invalid_budget_is_logged_once_and_the_last_valid_one_is_kept(
 
 
 def test_kill_switch_variable_is_read_when_attaching(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = train(deep_gpt, token_batches, gpt_loss, 20)
+    plain = plain_gpt(20)
     monkeypatch.setenv(KILL_VARIABLE, "1")
     tuned = train(deep_gpt, token_batches, gpt_loss, 20, policy="exact", memory_budget_bytes=1000, limits=RESTLESS)
     assert not tuned.status["attached"]  # type: ignore[attr-defined]
@@ -391,7 +406,15 @@ def raise_within(tuner: Any, model: nn.Module, batch: Any, error: BaseException)
         raise error
 
 
-@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt, BudgetError, torch.OutOfMemoryError])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(ZeroDivisionError, marks=pytest.mark.slow),
+        KeyboardInterrupt,
+        pytest.param(BudgetError, marks=pytest.mark.slow),
+        torch.OutOfMemoryError,
+    ],
+)
 def test_user_exceptions_propagate_and_the_run_can_continue(kind: type[BaseException]) -> None:
     model = deep_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -453,7 +476,7 @@ def test_manual_accumulation_by_the_user_is_left_alone() -> None:
 
 
 def test_observing_scores_its_advice_and_switches_nothing() -> None:
-    plain = train(deep_gpt, token_batches, gpt_loss, 40)
+    plain = plain_gpt(40)
     tuned = train(
         deep_gpt,
         token_batches,
@@ -588,7 +611,7 @@ def test_recorded_run_can_be_repeated_without_its_policy(tmp_path: Path) -> None
     with autotune.attach(
         first, optimizer, Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=tmp_path
     ) as tuner:
-        for batch in token_batches(60):
+        for batch in token_batches(44):
             for micro in tuner.micro_batches(batch):
                 tuner.backward(gpt_loss(first, micro))
             tuner.step()
@@ -596,11 +619,11 @@ def test_recorded_run_can_be_repeated_without_its_policy(tmp_path: Path) -> None
     assert folder is not None
     log = folder / "decisions.jsonl"
     switched = [json.loads(line) for line in log.read_text().splitlines() if '"switched"' in line]
-    assert len(switched) > 30
+    assert len(switched) > 22
     second = deep_gpt()
     optimizer = torch.optim.AdamW(second.parameters(), 1e-2)
     again = autotune.attach(second, optimizer, log, memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
-    for batch in token_batches(60):
+    for batch in token_batches(44):
         for micro in again.micro_batches(batch):
             again.backward(gpt_loss(second, micro))
         again.step()

@@ -79,6 +79,12 @@ class Run:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
+@functools.cache
+def plain_run(steps: int) -> list[torch.Tensor]:
+    """Return the parameters of an unattached run."""
+    return Run().train(steps)
+
+
 def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -93,7 +99,7 @@ def controlled(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_shipped_policy_is_built_identically_under_any_defaults(default: str) -> None:
     run = Run(policy="ppo", memory_budget_bytes=10**9, around=DEFAULTS[default])
-    assert_same(run.train(12), Run().train(12))
+    assert_same(run.train(12), plain_run(12))
     assert run.tuner is not None
     assert run.tuner.attached
     assert not run.tuner.status["trips"]
@@ -119,7 +125,7 @@ def test_network_decides_under_another_default_dtype(dtype: torch.dtype) -> None
     run.tuner.detach()
 
 
-@pytest.mark.parametrize("switched", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("switched", [pytest.param(torch.no_grad, marks=pytest.mark.slow), torch.inference_mode])
 def test_useful_precisions_are_found_whatever_the_caller_has_disabled(
     switched: Callable[[], Any], measuring_precisions: Callable[[], None]
 ) -> None:
@@ -173,8 +179,14 @@ ODD: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["exact", "rounding", "tolerant"])
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        pytest.param(kind, mode, marks=[] if mode == "exact" or kind == "texts" else [pytest.mark.slow])
+        for kind in ODD
+        for mode in ("exact", "rounding", "tolerant")
+    ],
+)
 def test_batch_without_samples_trains_whole(kind: str, mode: str) -> None:
     run = Run(policy="exact", mode=mode, memory_budget_bytes=10**9)
     assert run.tuner is not None
@@ -182,13 +194,13 @@ def test_batch_without_samples_trains_whole(kind: str, mode: str) -> None:
     assert run.tuner.attached
     assert run.tuner.status["steps"] == 12
     if mode != "tolerant":
-        assert_same(trained, Run().train(12))
+        assert_same(trained, plain_run(12))
     run.tuner.detach()
 
 
 def test_batch_that_contains_itself_trains_whole() -> None:
     run = Run(policy="exact", memory_budget_bytes=10**9)
-    assert_same(run.train(6, lambda tokens: NESTED), Run().train(6))
+    assert_same(run.train(6, lambda tokens: NESTED), plain_run(6))
 
 
 def test_unsplittable_batch_among_others_is_not_split() -> None:

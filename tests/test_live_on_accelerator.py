@@ -184,7 +184,13 @@ def train(
     return found, peaks[2:], {name: why for name, why in locks.items() if name.startswith("blocks")}
 
 
-@pytest.mark.parametrize("name", LOOPS)
+# These loops run each time, the others with the slow tests.
+QUICK = {"objects", "frozen weights", "masks"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LOOPS]
+)
 def test_loop_on_an_accelerator_is_bit_identical_and_within_budget(accelerator: ModuleType, name: str) -> None:
     plain, fullest, _ = train(LOOPS[name], accelerator, None)
     lean, leanest, locks = train(LOOPS[name], accelerator, {"policy": "exact", "memory_budget_bytes": 1})

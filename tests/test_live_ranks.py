@@ -10,62 +10,82 @@ import pytest
 from ranks import run_on_ranks
 
 
-def run_ranks(folder: Path, ways: str, steps: int, world: int) -> list[list[dict[str, Any]]]:
-    """Run ways one after another on so many ranks, with a watchdog, and return what each rank wrote, for each way."""
-    run_on_ranks("live_rank.py", folder, ways, steps, ranks=world, timeout_s=1000)
-    written = [[folder / f"{way}-{rank}.json" for rank in range(world)] for way in ways.split(",")]
+Ranks = list[dict[str, Any]]
+
+
+def run_ranks(folder: Path, ways: dict[str, int], world: int) -> list[Ranks]:
+    """Run ways one after another on so many ranks, with a watchdog, and return what each rank wrote, for each way.
+
+    Args:
+        folder: where they write.
+        ways: the steps of each way.
+        world: number of ranks.
+    """
+    told = ",".join(f"{way}:{steps}" for way, steps in ways.items())
+    run_on_ranks("live_rank.py", folder, told, ranks=world, timeout_s=1000)
+    written = [[folder / f"{way}-{rank}.json" for rank in range(world)] for way in ways]
     return [[json.loads(path.read_text()) for path in paths] for paths in written]
 
 
-def assert_same_run(plain: list[dict[str, Any]], tuned: list[dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
+    """Return what each of two ranks wrote of the quick runs, which one start of the ranks trains."""
+    ways = {
+        "plain": 40,
+        "troubled": 40,
+        "plain-joining": 16,
+        "joining": 16,
+        "plain-leaving": 24,
+        "leaving-0": 24,
+        "leaving-15": 24,
+    }
+    return dict(zip(ways, run_ranks(tmp_path_factory.mktemp("quick"), ways, 2), strict=True))
+
+
+def assert_same_run(plain: Ranks, tuned: Ranks) -> None:
     for one, two in zip(plain, tuned, strict=True):
         assert one["losses"] == two["losses"]
         assert one["weights"] == two["weights"]
         assert one["random"] == two["random"]
 
 
-@pytest.mark.parametrize(
-    ("way", "steps", "least"), [pytest.param("wandering", 60, 30, marks=pytest.mark.slow), ("troubled", 60, 20)]
-)
-def test_two_ranks_use_the_same_plan_at_every_step_and_stay_bit_identical(
-    way: str, steps: int, least: int, tmp_path: Path
-) -> None:
-    plain, tuned = run_ranks(tmp_path, f"plain,{way}", steps, 2)
+def assert_switching_is_identical(plain: Ranks, tuned: Ranks, least: int) -> None:
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
     assert all(rank["switches"] >= least for rank in tuned)
     # While a rank profiles its own steps, its storage may differ from other ranks'.
     assert tuned[0]["plans"][12:] == tuned[1]["plans"][12:]
-    assert bool(tuned[0]["trips"]) == (way == "troubled")
     assert_same_run(plain, tuned)
+
+
+def test_two_ranks_use_the_same_plan_at_every_step_and_stay_bit_identical(quick: dict[str, Ranks]) -> None:
+    assert_switching_is_identical(quick["plain"], quick["troubled"], 13)
+    assert quick["troubled"][0]["trips"]
+
+
+@pytest.mark.slow
+def test_two_ranks_without_trouble_use_the_same_plan_and_stay_bit_identical(tmp_path: Path) -> None:
+    plain, tuned = run_ranks(tmp_path, {"plain": 60, "wandering": 60}, 2)
+    assert_switching_is_identical(plain, tuned, 30)
+    assert not tuned[0]["trips"]
 
 
 @pytest.mark.slow
 def test_ranks_with_different_budgets_follow_the_tightest(tmp_path: Path) -> None:
-    plain, tuned = run_ranks(tmp_path, "plain,following", 40, 2)
+    plain, tuned = run_ranks(tmp_path, {"plain": 40, "following": 40}, 2)
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
     assert tuned[0]["plans"][14:] == tuned[1]["plans"][14:]
     assert len(set(tuned[0]["plans"][14:])) > 1
     assert_same_run(plain, tuned)
 
 
-def test_tuner_detaches_in_join_without_blocking_a_rank(tmp_path: Path) -> None:
-    plain, joining = run_ranks(tmp_path, "plain-joining,joining", 16, 2)
-    assert all("join()" in rank["why"] for rank in joining)
-    assert_same_run(plain, joining)
-
-
-@pytest.fixture(scope="module")
-def leaving(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Return what each rank wrote of a plain run and of runs that the first rank's tuner leaves."""
-    ways = ["plain", "leaving-0", "leaving-15"]
-    return dict(zip(ways, run_ranks(tmp_path_factory.mktemp("leaving"), ",".join(ways), 24, 2), strict=True))
+def test_tuner_detaches_in_join_without_blocking_a_rank(quick: dict[str, Ranks]) -> None:
+    assert all("join()" in rank["why"] for rank in quick["joining"])
+    assert_same_run(quick["plain-joining"], quick["joining"])
 
 
 @pytest.mark.parametrize("step", [0, 15])
-def test_rank_that_detaches_makes_all_ranks_detach_without_blocking(
-    step: int, leaving: dict[str, list[dict[str, Any]]]
-) -> None:
-    plain, left = leaving["plain"], leaving[f"leaving-{step}"]
+def test_rank_that_detaches_makes_all_ranks_detach_without_blocking(step: int, quick: dict[str, Ranks]) -> None:
+    plain, left = quick["plain-leaving"], quick[f"leaving-{step}"]
     assert left[0]["why"] == "its loop wants to"
     assert "another rank has left" in left[1]["why"]
     # Plans have the precisions that are fast on all ranks.
@@ -78,7 +98,7 @@ def test_rank_that_detaches_makes_all_ranks_detach_without_blocking(
 
 @pytest.mark.slow
 def test_ranks_with_changing_k_learn_the_same_up_to_rounding(tmp_path: Path) -> None:
-    plain, tuned = run_ranks(tmp_path, "plain-rounding,rounding", 40, 2)
+    plain, tuned = run_ranks(tmp_path, {"plain-rounding": 40, "rounding": 40}, 2)
     assert all(rank["attached"] for rank in tuned), tuned[0]["why"]
     assert set(tuned[0]["ks"]) == {1, 2, 4}
     assert tuned[0]["weights"] == tuned[1]["weights"]
@@ -90,7 +110,7 @@ def test_ranks_with_changing_k_learn_the_same_up_to_rounding(tmp_path: Path) -> 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("world", [2, 4])
 def test_500_switches_with_delays_invalid_answers_and_crashes_are_bit_identical(world: int, tmp_path: Path) -> None:
-    plain, tuned = run_ranks(tmp_path, "plain,troubled", 800, world)
+    plain, tuned = run_ranks(tmp_path, {"plain": 800, "troubled": 800}, world)
     assert all(rank["attached"] and rank["switches"] >= 500 for rank in tuned)
     for rank in tuned[1:]:
         assert rank["plans"][12:] == tuned[0]["plans"][12:]
@@ -100,7 +120,8 @@ def test_500_switches_with_delays_invalid_answers_and_crashes_are_bit_identical(
 @pytest.mark.parametrize(
     ("ways", "world"),
     [
-        ("resharded,kept", 2),
+        ("resharded", 2),
+        pytest.param("kept", 2, marks=pytest.mark.slow),
         pytest.param("tensor,flattened", 2, marks=pytest.mark.slow),
         pytest.param("hybrid,both", 4, marks=pytest.mark.slow),
     ],
@@ -116,13 +137,12 @@ def test_ranks_of_a_sharded_model_use_the_same_plan_and_stay_bit_identical(
 @pytest.mark.parametrize(
     ("ways", "world"),
     [
-        # A rank that begins a step again keeps no other one waiting.
-        ("parallel", 2),
+        # A rank that begins a step again keeps no other one waiting, nor does one that does not attach.
+        ("parallel,attach_alone", 2),
         # Ranks that time units differently recompute the same ones from the first step on.
-        ("skewed", 2),
+        pytest.param("skewed", 2, marks=pytest.mark.slow),
         pytest.param("nested", 2, marks=pytest.mark.slow),
         pytest.param("halves", 4, marks=pytest.mark.slow),
-        ("attach_alone", 2),
     ],
 )
 def test_ranks_that_differ_run_the_same_plans_and_change_no_bit(ways: str, world: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 import weakref
@@ -217,6 +218,12 @@ def train(make: Callable[[], nn.Module], budget: int | None, policy: Any) -> tup
     return (losses, weights, states(model), outside), locks, recomputed
 
 
+@functools.cache
+def plain_run(make: Callable[[], nn.Module]) -> Any:
+    """Return the result of the unattached training."""
+    return train(make, None, None)[0]
+
+
 class HoldsOddThings(Part):
     """A block that holds objects without the usual constructors or attributes."""
 
@@ -258,14 +265,14 @@ LOCKED: list[tuple[Callable[[], nn.Module], str]] = [
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("make", EXACT, ids=["plain", "counts", "remembers", "anneals", "list", "odd things"])
 def test_state_in_attributes_is_preserved_and_recomputed(make: Callable[[], nn.Module], *, lean: bool) -> None:
-    plain, _, _ = train(make, None, None)
+    plain = plain_run(make)
     tuned, locks, recomputed = train(make, 1 if lean else 10**12, "exact" if lean else Wanders())
     assert tuned == plain
     assert not locks
     assert recomputed
 
 
-@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("lean", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("make", "reason"),
     LOCKED,
@@ -274,7 +281,7 @@ def test_state_in_attributes_is_preserved_and_recomputed(make: Callable[[], nn.M
 def test_unit_with_effects_that_recomputation_would_repeat_is_locked(
     make: Callable[[], nn.Module], reason: str, *, lean: bool
 ) -> None:
-    plain, _, _ = train(make, None, None)
+    plain = plain_run(make)
     tuned, locks, _ = train(make, 1 if lean else 10**12, "exact" if lean else Wanders())
     assert locks
     assert all(reason in why for why in locks.values()), locks

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,19 +21,34 @@ from autotune.profiling.profiler import ProfilerOptions
 TINY = Path(__file__).parent / "tiny_job.py"
 
 
-@pytest.fixture
-def profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Return a job's reference and the folder of its cached profile."""
     from autotune.profiling.profile_cache import cached_profile
 
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "some_job.py"
+    folder = tmp_path_factory.mktemp("cached") / "own"
+    folder.mkdir()
+    file = folder / "some_job.py"
     shutil.copy(TINY, file)
     reference = f"{file}:job"
-    options = ProfilerOptions.lean(0)
-    _, path, _ = cached_profile(load_job(reference), tmp_path / "runs", options=options)
-    remember(reference, path, tmp_path / "runs")
-    return reference, tmp_path / "runs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        options = ProfilerOptions.lean(0)
+        _, path, _ = cached_profile(load_job(reference), folder / "runs", options=options)
+        remember(reference, path, folder / "runs")
+    return reference, folder / "runs"
+
+
+@pytest.fixture
+def profiled(cached: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Path]]:
+    """Return the same for one test, in the job's folder; what the test changes is undone."""
+    reference, runs = cached
+    changed = [Path(reference.partition(":")[0]), runs / "profiles" / "index.json"]
+    before = [path.read_bytes() for path in changed]
+    monkeypatch.chdir(runs.parent)
+    yield cached
+    for path, data in zip(changed, before, strict=True):
+        path.write_bytes(data)
 
 
 def test_unchanged_job_is_found_and_a_changed_one_is_not(profiled: tuple[str, Path]) -> None:

@@ -359,7 +359,7 @@ def test_output_that_is_not_a_terminal_gets_a_line_per_decision(run: Run) -> Non
     watcher.stdout.close()
 
 
-@pytest.mark.parametrize("is_screen", [True, False])
+@pytest.mark.parametrize("is_screen", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_killed_run_is_watched_until_an_interrupt(tmp_path: Path, terminal: Terminal, *, is_screen: bool) -> None:
     folder = written(tmp_path / "run", ATTACHED, DECISION)
     hour_ago = time.time() - 3600
@@ -452,7 +452,7 @@ from test_live import gpt_loss, token_batches
 assert "rich" not in sys.modules
 model = TinyGPT()
 with autotune.attach(model, torch.optim.SGD(model.parameters(), 0.1), memory_budget_bytes=10**6) as tuner:
-    for batch in token_batches(60):
+    for batch in token_batches(30):
         for micro in tuner.micro_batches(batch):
             tuner.backward(gpt_loss(model, micro))
         tuner.step()
@@ -467,7 +467,7 @@ print([name for name in ("rich", "mlflow") if name in sys.modules])
 
 def test_shown_times_are_those_of_the_plans_that_ran() -> None:
     limits = dataclasses.replace(RESTLESS, decide_every=10)
-    tuned = train(deep_gpt, token_batches, gpt_loss, 120, policy="exact", memory_budget_bytes=10**6, limits=limits)
+    tuned = train(deep_gpt, token_batches, gpt_loss, 80, policy="exact", memory_budget_bytes=10**6, limits=limits)
     late = [event for event in tuned.events if event["event"] == "decision"][-4:]  # type: ignore[attr-defined]
     assert all(event["ran"]["seconds"] > 0 and event["ran"]["predicted"] > 0 for event in late)
     status = tuned.status  # type: ignore[attr-defined]

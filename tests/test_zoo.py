@@ -21,7 +21,7 @@ from autotune import AttachError
 from autotune.plan import Plan, Storage
 
 # These loops run each time, the others with the slow tests.
-QUICK = {"gpt", "gan", "lbfgs", "maml", "growing_batches", "auxiliary_forwards", "prefetch_thread", "hf_t5"}
+QUICK = {"gpt", "gan", "lbfgs", "growing_batches"}
 
 LOOPS = [
     pytest.param(found.name, marks=[] if found.name in QUICK else [pytest.mark.slow])

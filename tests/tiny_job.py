@@ -75,6 +75,11 @@ def job() -> Job:
     return make()
 
 
+def few_k() -> Job:
+    """Return the job with fewer k, so that it has fewer plans to estimate."""
+    return make(accumulation_choices=(1, 2))
+
+
 def k_larger_than_batch() -> Job:
     return make(accumulation_choices=(1, 2, 64))
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from autotune.budget import format_bytes
 from autotune.choices import REDUCED_PRECISIONS, STORAGES
 from autotune.errors import printable
-from autotune.live.replaying import time_error
+from autotune.live.logged_windows import time_error
 from autotune.plan import Plan, Precision, Storage
 from autotune.report.standing import Snapshot, Watched
 from autotune.report.wording import count, progress

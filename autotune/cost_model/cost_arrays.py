@@ -61,6 +61,37 @@ class Plans:
     choices: Indices
 
 
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What the peaks of n plans consist of, at the profiled length; segments have shape (n, segments).
+
+    Attributes:
+        saved: bytes that each segment saves.
+        forward: bytes of boundaries before each segment's forward pass, and its own growing and constant bytes.
+        backward: the same for its backward pass.
+        update_peak: shape (n,), peak of the update.
+        static: shape (n,), bytes that are always there.
+    """
+
+    saved: Floats
+    forward: tuple[Floats, Floats, Floats]
+    backward: tuple[Floats, Floats, Floats]
+    update_peak: Floats
+    static: Floats
+
+
+def _highest(needs: _Needs, factor: Floats | float) -> Floats:
+    """Return the peaks, shape (n,), at a factor on all activations, a number or one per lane, shape (n, 1)."""
+    saved = needs.saved * factor
+    # Level before each segment: bytes saved by earlier ones, and boundaries allocated before it.
+    earlier = np.cumsum(saved, axis=1) - saved
+    peak = needs.update_peak
+    for boundaries, growing, constant in (needs.forward, needs.backward):
+        level = earlier + boundaries * factor + growing * factor + constant
+        peak = np.maximum(peak, level.max(axis=1))
+    return np.asarray(peak + needs.static)
+
+
 class CostArrays:
     """The profiles of many jobs as arrays.
 
@@ -248,21 +279,33 @@ class CostArrays:
             plans: one plan per lane.
             length: factor on all activations, shape (n,), for sequences longer or shorter than the profiled ones.
         """
-        row, cell = self._cells(plans)
         factor = np.broadcast_to(np.asarray(length, dtype=np.float64), plans.job.shape)[:, None]
-        saved = np.take(self._saved.reshape(-1), cell) * factor
+        return _highest(self._needs(plans), factor)
+
+    def peaks_by_length(self, plans: Plans, lengths: Floats) -> Floats:
+        """Return predicted peaks of every plan at every length, shape (n, lengths).
+
+        Args:
+            plans: one plan per lane.
+            lengths: factors on all activations.
+        """
+        needs = self._needs(plans)
+        return np.stack([_highest(needs, length) for length in lengths.tolist()], axis=1)
+
+    def _needs(self, plans: Plans) -> _Needs:
+        row, cell = self._cells(plans)
         all_born, kept_born = self._boundary_changes(plans, row, cell)
-        # Level before each segment: bytes saved by earlier ones, and boundaries allocated before it.
-        earlier = np.cumsum(saved, axis=1) - saved
-        forward = earlier + np.cumsum(all_born, axis=1)[:, :-1] * factor
-        backward = earlier + np.cumsum(kept_born, axis=1)[:, :-1] * factor
-        forward += np.take(self._forward.reshape(-1), cell) * factor
-        forward += np.take(self._forward_constant.reshape(-1), cell)
-        backward += np.take(self._backward.reshape(-1), cell) * factor
-        backward += np.take(self._backward_constant.reshape(-1), cell)
-        peak = np.maximum(forward.max(axis=1), backward.max(axis=1))
-        peak = np.maximum(peak, np.take(self._update_peak.reshape(-1), row))
-        return np.asarray(peak + np.take(self._static.reshape(-1), row))
+
+        def of(array: Floats) -> Floats:
+            return np.take(array.reshape(-1), cell)
+
+        return _Needs(
+            saved=of(self._saved),
+            forward=(np.cumsum(all_born, axis=1)[:, :-1], of(self._forward), of(self._forward_constant)),
+            backward=(np.cumsum(kept_born, axis=1)[:, :-1], of(self._backward), of(self._backward_constant)),
+            update_peak=np.take(self._update_peak.reshape(-1), row),
+            static=np.take(self._static.reshape(-1), row),
+        )
 
     def seconds_per_step(
         self, plans: Plans, length: Floats | float = 1.0, unit_seconds: Floats | None = None

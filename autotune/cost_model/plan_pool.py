@@ -157,7 +157,7 @@ def _filled(arrays: CostArrays, there: NDArray[np.bool_], k: Indices, choices: I
     jobs, size = k.shape
     flat = Plans(np.repeat(np.arange(jobs), size), k.reshape(-1), choices.reshape(jobs * size, -1))
     variant = arrays.variant(flat)
-    peaks = np.stack([arrays.peak_bytes(flat, length) for length in LENGTHS], axis=1)
+    peaks = arrays.peaks_by_length(flat, LENGTHS)
     told = arrays.unit_seconds[flat.job, variant]
     own = np.take_along_axis(told, flat.choices[:, :, None], axis=2)
     weights = np.zeros((jobs * size, arrays.max_units, arrays.max_precisions))

@@ -119,8 +119,7 @@ class Placements:
         except ProfileError:
             return np.empty((0, 0))
         one = Plans(np.zeros(1, dtype=np.int64), np.array([k]), choices[None])
-        peaks = np.stack([self._arrays.peak_bytes(one, size) for size in LENGTHS], axis=1)
-        return np.asarray(peaks + _states(one.choices))
+        return np.asarray(self._arrays.peaks_by_length(one, LENGTHS) + _states(one.choices))
 
     def seconds_of(self, plan: Plan) -> float:
         """Return a plan's predicted seconds per step at the profiled size; infinite if it cannot be predicted."""

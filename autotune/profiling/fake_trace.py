@@ -148,12 +148,15 @@ class FakeTracer(StepTracer):
             kwargs: its keyword arguments.
             result: its result.
         """
-        given = {self._address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if not made:
+            # Most calls only ask for a tensor's device.
+            return
+        given = {self._address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for tensor in made:
             self._see_storage(tensor.untyped_storage())
         views = all(self._address(tensor) in given for tensor in made) and not func._schema.is_mutable
-        if self.watch.places and made and not views:
+        if self.watch.places and not views:
             seconds = self._seconds(func, args, kwargs, result)
             self.seconds[self.watch.place] = self.seconds.get(self.watch.place, 0.0) + seconds
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune.budget import format_bytes
 from autotune.live.decision_log import LOG_NAME, read_log, schedule_of
-from autotune.live.replaying import in_words, time_error, windows_of
+from autotune.live.logged_windows import in_words, time_error, windows_of
 from autotune.plan import Plan
 from autotune.records.log_following import refused_by
 from autotune.report.standing import require_attached

@@ -40,7 +40,7 @@ def judge(results: list[dict[str, Any]], count: int) -> None:
 
 
 def test_each_hostile_command_line_succeeds_or_fails_with_one_line(tmp_path: Path) -> None:
-    judge(run_lines(tmp_path, 60, "--seed", "2"), 60)
+    judge(run_lines(tmp_path, 30, "--seed", "2"), 30)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from effort import EFFORT
 HERE = Path(__file__).resolve().parent
 # Forbidden outcomes. The example of a finding gives the number of the mutant and the place in the package.
 HARM = ("foreign", "breach", "several lines", "long", "slow")
-SHORT = 15
+SHORT = 8
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ QUICK = [name for name, use in uses.USES.items() if use.share >= 0.1]
 def test_a_few_mutants_of_every_document_do_no_harm(scratch: Path) -> None:
     found = put_to_use(scratch, QUICK, seed=0, count=SHORT, timeout_s=250)
     totals = require_harmless(found, QUICK)
-    assert totals["accepted"] > 50
+    assert totals["accepted"] > 25
 
 
 @pytest.mark.slow
