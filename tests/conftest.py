@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import shutil
@@ -100,8 +101,21 @@ def measuring_precisions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the campaigns that reports are tested on."""
-    return tmp_path_factory.mktemp("campaigns")
+    """Return the folder of the campaigns that reports are tested on, which all workers share."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "campaigns"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _made_once(runs: Path, name: str, make: Callable[[Path], Path]) -> Path:
+    """Return the run directory that the first worker to ask for it makes."""
+    known = runs.with_name(f"campaign-{name}")
+    with runs.with_name(f"{known.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not known.exists():
+            known.write_text(str(make(runs)))
+    return Path(known.read_text())
 
 
 @pytest.fixture(scope="session")
@@ -109,7 +123,7 @@ def compared(runs: Path) -> Path:
     """Return the run directory of a comparison; nothing may be changed in it."""
     import campaigns
 
-    return campaigns.compare_all(runs)
+    return _made_once(runs, "compared", campaigns.compare_all)
 
 
 @pytest.fixture(scope="session")
@@ -117,4 +131,4 @@ def tuned(runs: Path, compared: Path) -> Path:
     """Return the run directory of a tuning with a profile; nothing may be changed in it."""
     import campaigns
 
-    return campaigns.tune_one(runs)
+    return _made_once(runs, "tuned", campaigns.tune_one)

@@ -45,7 +45,7 @@ def weights_of(arm: Arm) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in arm.model.parameters()]
 
 
-@pytest.mark.parametrize("mode", ["exact", "rounding"])
+@pytest.mark.parametrize("mode", ["exact", pytest.param("rounding", marks=pytest.mark.slow)])
 def test_following_copy_is_bit_identical_under_the_same_plans(mode: str) -> None:
     live, other = followed(tiny_job.make(clip_norm=0.5), 54, lambda n: 2**45 if n // 6 % 2 else 1, mode=mode)
     assert live.tuner.attached

@@ -20,6 +20,7 @@ JOB = Path(__file__).parent / "tiny_job.py"
 PROGRAM = [sys.executable, "-m", "autotune.cli.main"]
 # Without the part that only runs as a program.
 RUN = [sys.executable, "-c", "import sys; from autotune.cli.main import run; sys.exit(run(sys.argv[1:]))"]
+LINES = [["--help"], pytest.param(["doctor"], marks=pytest.mark.slow), ["doctor", "--json"]]
 HOSTILE = "[bold]x[/bold] [/b] :smile: \x1b[31mred \u202egpj"
 SHOWN = "[bold]x[/bold] [/b] :smile: \\x1b[31mred \\u202egpj"
 
@@ -141,7 +142,7 @@ def test_unwritable_file_is_one_line(tmp_path: Path) -> None:
     assert (answer.returncode, answer.stderr) == (1, "autotune: File too large\n")
 
 
-@pytest.mark.parametrize("line", [["--help"], ["doctor"], ["doctor", "--json"]], ids=" ".join)
+@pytest.mark.parametrize("line", LINES, ids=["--help", "doctor", "doctor --json"])
 def test_closed_output_pipe_is_not_an_error(line: list[str], tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -151,7 +152,7 @@ def test_closed_output_pipe_is_not_an_error(line: list[str], tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
-@pytest.mark.parametrize("line", [["--help"], ["doctor"], ["doctor", "--json"]], ids=" ".join)
+@pytest.mark.parametrize("line", LINES, ids=["--help", "doctor", "doctor --json"])
 def test_full_disk_behind_stdout_is_one_line(line: list[str], tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         answer = subprocess.run([*PROGRAM, *line], stdout=full, stderr=subprocess.PIPE, cwd=tmp_path, check=False)

@@ -107,7 +107,7 @@ def run_of(truth: Convergence, batch: float, steps: int, generator: np.random.Ge
     return RunRecord(batch=batch, steps=ends, losses=tuple(losses), metrics=tuple(metrics), noise_scales=tuple(scales))
 
 
-@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize("factor", [1.0, pytest.param(4.0, marks=pytest.mark.slow)])
 def test_fit_recovers_the_model_that_generated_the_runs(factor):
     generator = np.random.default_rng(0)
     truth = Convergence(loss=CURVE, metric=CURVE, noise=MODEL.noise, noise_factor=factor)

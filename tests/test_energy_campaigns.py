@@ -84,7 +84,7 @@ def hourly(folder: Path, begin: datetime, hours: int) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("as_file", [False, True])
+@pytest.mark.parametrize("as_file", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_compared_run_records_energy_and_carbon(as_file: bool, tmp_path: Path) -> None:
     intensity = hourly(tmp_path, datetime.now(UTC) - timedelta(hours=1), 5) if as_file else "250"
     found = autotune.compare(

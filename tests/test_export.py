@@ -163,7 +163,7 @@ def script_of(made: Export, folder: Path) -> Path:
     ("vary", "attribute", "sizes"),
     [
         (mixed, "job", [4]),
-        (scaled, "adaptive", [8]),
+        pytest.param(scaled, "adaptive", [8], marks=pytest.mark.slow),
         pytest.param(uniform, "job", [4], marks=pytest.mark.slow),
         pytest.param(scaled, "job", [4], marks=pytest.mark.slow),
         pytest.param(mixed, "adaptive", [8], marks=pytest.mark.slow),

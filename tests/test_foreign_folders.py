@@ -252,11 +252,11 @@ def test_foreign_folder_sends_only_its_own_files(
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda folder: (folder / CURSOR).write_text(""),
+        pytest.param(lambda folder: (folder / CURSOR).write_text(""), marks=pytest.mark.slow),
         lambda folder: (folder / CURSOR).write_text('{"sent": "all", "ids": {}}'),
-        lambda folder: os.mkfifo(folder / CURSOR),
+        pytest.param(lambda folder: os.mkfifo(folder / CURSOR), marks=pytest.mark.slow),
         lambda folder: ((folder / SPOOL).unlink(), os.mkfifo(folder / SPOOL)),
-        lambda folder: (folder / "x").symlink_to("/"),
+        pytest.param(lambda folder: (folder / "x").symlink_to("/"), marks=pytest.mark.slow),
     ],
 )
 def test_damaged_neighbour_folder_is_reported_once_and_blocks_no_command(

@@ -90,7 +90,7 @@ def test_links_in_place_of_a_tracking_database_are_not_followed(tmp_path: Path, 
     assert victim.read_bytes() == before
 
 
-@pytest.mark.parametrize("place", ["http://127.0.0.1:9/grab", "elsewhere"])
+@pytest.mark.parametrize("place", ["http://127.0.0.1:9/grab", pytest.param("elsewhere", marks=pytest.mark.slow)])
 def test_artifacts_stay_in_the_run_folder_whatever_its_database_contains(tmp_path: Path, place: str) -> None:
     from mlflow import MlflowClient
 

@@ -68,7 +68,7 @@ def trained(steps: int, rows: int) -> list[torch.Tensor]:
     return [value.clone() for value in model.state_dict().values()]
 
 
-@pytest.mark.parametrize(("steps", "rows"), [(6, 64), (7, 80), (11, 80)])
+@pytest.mark.parametrize(("steps", "rows"), [(6, 64), pytest.param(7, 80, marks=pytest.mark.slow), (11, 80)])
 def test_a_run_without_a_target_makes_the_users_own_updates_and_no_more(steps: int, rows: int, tmp_path: Path) -> None:
     model, loader, optimizer = loop_of(rows=rows)
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)

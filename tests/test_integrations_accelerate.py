@@ -38,7 +38,7 @@ def prepared(**arguments: Any) -> tuple[Any, nn.Module, Any, Any]:
     return accelerator, *accelerator.prepare(model, optimizer, schedule)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.slow), "bf16"])
 def test_attached_loop_over_prepared_objects_is_bit_identical(precision: str) -> None:
     def run(attached: bool) -> tuple[list[float], list[torch.Tensor], torch.Tensor, int]:
         accelerator, model, optimizer, schedule = prepared(mixed_precision=precision)

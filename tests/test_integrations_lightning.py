@@ -150,9 +150,9 @@ def assert_untouched(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("job", "batches"),
     [
-        pytest.param(gpt, token_batches, id="dropout"),
+        pytest.param(gpt, token_batches, id="dropout", marks=pytest.mark.slow),
         pytest.param(gpt, ragged, id="ragged"),
-        pytest.param(convolution, image_batches, id="batchnorm"),
+        pytest.param(convolution, image_batches, id="batchnorm", marks=pytest.mark.slow),
     ],
 )
 def test_training_with_the_callback_is_bit_identical(job: Any, batches: Any, k: int, tmp_path: Path) -> None:

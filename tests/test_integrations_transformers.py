@@ -208,7 +208,7 @@ def test_training_with_the_callback_is_bit_identical(
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({}, id="every"),
+        pytest.param({}, id="every", marks=pytest.mark.slow),
         pytest.param({"every_n_layers": 2}, id="every second"),
         pytest.param({"use_reentrant": True}, id="reentrant", marks=pytest.mark.slow),
     ],
@@ -602,7 +602,7 @@ def test_invalid_options_stop_training_before_its_first_step(tmp_path: Path) -> 
         assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("prefix", [pytest.param(False, marks=pytest.mark.slow), True])
 # Version 6 names the argument `cache`; earlier versions only know this name.
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_empty_or_prefilled_cache_does_not_prevent_recomputation(prefix: bool) -> None:

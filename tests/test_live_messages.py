@@ -107,7 +107,7 @@ def messages(kind: type[Talks], *, late: bool, attach: bool, capsys: Any) -> lis
     return [trained, TOLD.copy(), printed.out, printed.err.count("a block runs"), warned]
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("kind", [Prints, Logs, Warns, LogsOnce])
 def test_what_units_tell_is_told_once(kind: type[Talks], capsys: Any, *, late: bool) -> None:
     alone = messages(kind, late=late, attach=False, capsys=capsys)

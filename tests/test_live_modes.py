@@ -161,7 +161,10 @@ def ks_of(trace: Trace) -> set[int]:
 
 @pytest.mark.parametrize(
     ("batches", "loss_of", "count"),
-    [pytest.param(texts, gpt_loss, None, id="samples"), pytest.param(padded, padded_loss, num_targets, id="items")],
+    [
+        pytest.param(texts, gpt_loss, None, id="samples", marks=pytest.mark.slow),
+        pytest.param(padded, padded_loss, num_targets, id="items"),
+    ],
 )
 def test_run_with_changing_k_learns_the_same_up_to_rounding(batches: Any, loss_of: Any, count: Any) -> None:
     plain = train(plain_gpt, batches(40), loss_of, count)
@@ -307,7 +310,7 @@ def test_two_skipped_steps_under_a_lower_precision_trip() -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("k", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_adaptive_step_consumes_k_batches_weighted_by_their_items(k: int) -> None:
     tuned = train(
         plain_gpt, padded(80), padded_loss, num_targets, policy=Holds(k), mode="tolerant", settings=ADAPTIVE,

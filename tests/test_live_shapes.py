@@ -127,7 +127,7 @@ def saves(plan: Plan) -> bool:
     return any(plan.storage_of(f"blocks.{number}") is Storage.SAVE for number in range(6))
 
 
-@pytest.mark.parametrize("order", ["random", "short first"])
+@pytest.mark.parametrize("order", [pytest.param("random", marks=pytest.mark.slow), "short first"])
 def test_batches_of_equal_bytes_but_different_shapes_stay_within_the_budget(order: str) -> None:
     lengths = [32, 64, 128, 256] * 12
     random.Random(5).shuffle(lengths)

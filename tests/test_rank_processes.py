@@ -35,7 +35,7 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_ranks_connect_only_over_loopback(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done: list[float] = []
@@ -50,7 +50,7 @@ def test_ranks_connect_only_over_loopback(ranks: int, monkeypatch: pytest.Monkey
     ("how", "ranks", "said"),
     [
         ("raise", 3, 'crashed: rank 2: KeyError: "the rank\'s own"'),
-        ("exit", 2, "crashed: rank 1: ended with exit code 7"),
+        pytest.param("exit", 2, "crashed: rank 1: ended with exit code 7", marks=pytest.mark.slow),
         ("kill", 2, "crashed: rank 1: ended by SIGKILL"),
     ],
 )

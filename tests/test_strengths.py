@@ -25,7 +25,7 @@ from autotune.plan import Plan, Precision
 from autotune.simulator.moving_conditions import Strengths
 
 TRACES = Path(__file__).parent / "traces"
-SEEDS = (0, 1, 2, 3)
+SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3)))
 BATCH = 32
 
 

@@ -104,10 +104,10 @@ def lay(folder: Path) -> None:
     ("job", "beside", "reference"),
     [
         pytest.param("my_job.py", ".", "my_job:job", marks=pytest.mark.slow),
-        ("my_job.py", ".", "my_job.py:job"),
+        pytest.param("my_job.py", ".", "my_job.py:job", marks=pytest.mark.slow),
         pytest.param("jobs/my_job.py", ".", "jobs.my_job:job", marks=pytest.mark.slow),
         pytest.param("jobs/my_job.py", ".", "jobs/my_job.py:job", marks=pytest.mark.slow),
-        ("jobs/my_job.py", "jobs", "jobs/my_job.py"),
+        pytest.param("jobs/my_job.py", "jobs", "jobs/my_job.py", marks=pytest.mark.slow),
         ("jobs/my.odd job.py", "jobs", "jobs/my.odd job.py"),
     ],
 )
