@@ -137,12 +137,17 @@ def attach_alone() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    for way in sys.argv[1].split(","):
+    run_all(sys.argv[1].split(","))
+    dist.destroy_process_group()
+
+
+def run_all(ways: list[str]) -> None:
+    """Train in every way, alone and attached."""
+    for way in ways:
         if way == "attach_alone":
             attach_alone()
         else:
             run({"skewed": skewed, "nested": nested, "halves": halves, "parallel": parallel}[way])
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,8 +37,10 @@ settings.register_profile("autotune", deadline=None)
 settings.load_profile("autotune")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the longest tests first, and leave out the slow tests of other days, unless tests are named by themselves."""
+    _leave_to_slow(items)
     items.sort(key=_is_short)
     if "SLOW_ALL" in os.environ or any("::" in argument for argument in config.args):
         return
@@ -45,6 +48,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
+
+
+def _leave_to_slow(items: list[pytest.Item]) -> None:
+    """Mark as slow all but the first few parameters of a test that is marked with their number."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        some = item.get_closest_marker("some")
+        if some and not item.get_closest_marker("slow"):
+            name = item.nodeid.partition("[")[0]
+            seen[name] += 1
+            if seen[name] > some.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 def _is_short(item: pytest.Item) -> bool:

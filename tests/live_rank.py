@@ -50,10 +50,15 @@ def main() -> None:
     # Each rank profiles alone before the process group exists.
     peaks = profiled_peaks() if ["following"] in [run[:1] for run in runs] else (0, 0)
     dist.init_process_group("gloo")
-    for way, steps in runs:
-        train(folder, way, int(steps), *peaks)
-        known_precisions.forget()
+    run_all(folder, {way: int(steps) for way, steps in runs}, peaks)
     dist.destroy_process_group()
+
+
+def run_all(folder: Path, ways: dict[str, int], peaks: tuple[int, int] = (0, 0)) -> None:
+    """Train one run after another, given the steps of each way."""
+    for way, steps in ways.items():
+        train(folder, way, steps, *peaks)
+        known_precisions.forget()
 
 
 def train(folder: Path, way: str, steps: int, lowest: int, highest: int) -> None:

@@ -109,8 +109,13 @@ def refuses(model: nn.Module, message: str, **attaching: Any) -> None:
 
 
 def main() -> None:
-    folder, ways = Path(sys.argv[1]), sys.argv[2].split(",")
     dist.init_process_group("gloo")
+    run_all(Path(sys.argv[1]), sys.argv[2].split(","))
+    dist.destroy_process_group()
+
+
+def run_all(folder: Path, ways: list[str]) -> None:
+    """Train in every way, alone and attached."""
     refuses(TinyGPT(), "not spread over them")
     for way in ways:
         # torch cannot compute one norm of tensors on several meshes.
@@ -131,7 +136,6 @@ def main() -> None:
             assert all(one == plans for one in told)
     if "flattened" in ways:
         refuses(spread("flattened"), "clips by a method of its own", clip_norm=1.0)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

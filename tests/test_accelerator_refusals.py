@@ -72,7 +72,12 @@ def test_doctor_lists_missing_device_features(accelerator: ModuleType, capsys: p
 
 def test_device_without_memory_statistics_trains_and_is_profiled(accelerator: ModuleType) -> None:
     with accelerator.without("statistics", "events", "memory info"):
-        known = profile(device_jobs.make(accumulation_choices=(1,)), device_name="fake", device=DEVICE, options=ProfilerOptions.lean(0))
+        known = profile(
+            device_jobs.make(accumulation_choices=(1,)),
+            device_name="fake",
+            device=DEVICE,
+            options=ProfilerOptions.lean(0),
+        )
         assert known.fragments_bytes == 0
         running = TorchEngine(device_jobs.make(), device=DEVICE)
         window = running.run(3)
@@ -129,7 +134,12 @@ def test_profiling_fails_with_one_line_if_another_process_holds_the_memory(
     accelerator.small_segments(64)
     accelerator.others((64 - free) * 2**20)
     with pytest.raises(InputError, match=said) as caught:
-        profile(device_jobs.make(accumulation_choices=(1,)), device_name="fake", device=DEVICE, options=ProfilerOptions.lean(0))
+        profile(
+            device_jobs.make(accumulation_choices=(1,)),
+            device_name="fake",
+            device=DEVICE,
+            options=ProfilerOptions.lean(0),
+        )
     assert "\n" not in str(caught.value)
     assert devices.device_kind() == DEVICE
 

@@ -360,9 +360,7 @@ class Encoder(nn.Module):
 
 def test_built_in_layers_and_conversions_are_estimated() -> None:
     plain, converted = (
-        estimate(
-            tiny_job.make(model=lambda convert=convert: Encoder(convert=convert), accumulation_choices=(1,)), A100
-        )
+        estimate(tiny_job.make(model=lambda convert=convert: Encoder(convert=convert), accumulation_choices=(1,)), A100)
         for convert in (False, True)
     )
     # Shared weights stay shared.

@@ -152,6 +152,7 @@ def trained(act: Callable[[nn.Module, torch.Tensor], list[Any]], block: type[Mix
     return [found, names_in(model), [parameter.tolist() for parameter in model.parameters()]]
 
 
+@pytest.mark.some(4)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("act", ACTS)
 def test_what_is_made_of_an_attached_model_is_as_without_a_tuner(act: Any) -> None:

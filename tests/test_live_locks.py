@@ -46,6 +46,7 @@ class CallsWhatHolds(Part):
         return held(super().forward(x))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", [Holds, Counts, OwnsOne, CallsWhatHolds])
 def test_a_lock_is_free_once_a_unit_was_recomputed(kind: type[Part]) -> None:
     plain, _, _ = train(lambda: with_blocks(kind), None, None)

@@ -96,6 +96,7 @@ def controlled(model: nn.Module) -> list[str]:
 # Defaults.
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_shipped_policy_is_built_identically_under_any_defaults(default: str) -> None:
     run = Run(policy="ppo", memory_budget_bytes=10**9, around=DEFAULTS[default])
@@ -140,6 +141,7 @@ def test_useful_precisions_are_found_whatever_the_caller_has_disabled(
 # Budgets.
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("size", [np.int64(10**9), 1e9, torch.tensor(10**9), np.float32(1e9), "1GB", "1GB:reserved"])
 def test_budget_can_be_a_size_of_any_library_or_a_function(size: Any) -> None:
     for given in (size, lambda: size):

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import run_on_ranks
 
-
 Ranks = list[dict[str, Any]]
+# The quick runs and their steps.
+WAYS = {
+    "plain": 40,
+    "troubled": 40,
+    "plain-joining": 16,
+    "joining": 16,
+    "plain-leaving": 24,
+    "leaving-0": 24,
+    "leaving-15": 24,
+}
+
+
+def read(folder: Path, ways: Iterable[str], world: int) -> list[Ranks]:
+    """Return what each rank wrote, for each way."""
+    written = [[folder / f"{way}-{rank}.json" for rank in range(world)] for way in ways]
+    return [[json.loads(path.read_text()) for path in paths] for paths in written]
 
 
 def run_ranks(folder: Path, ways: dict[str, int], world: int) -> list[Ranks]:
@@ -23,23 +39,21 @@ def run_ranks(folder: Path, ways: dict[str, int], world: int) -> list[Ranks]:
     """
     told = ",".join(f"{way}:{steps}" for way, steps in ways.items())
     run_on_ranks("live_rank.py", folder, told, ranks=world, timeout_s=1000)
-    written = [[folder / f"{way}-{rank}.json" for rank in range(world)] for way in ways]
-    return [[json.loads(path.read_text()) for path in paths] for paths in written]
+    return read(folder, ways, world)
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
-    """Return what each of two ranks wrote of the quick runs, which one start of the ranks trains."""
-    ways = {
-        "plain": 40,
-        "troubled": 40,
-        "plain-joining": 16,
-        "joining": 16,
-        "plain-leaving": 24,
-        "leaving-0": 24,
-        "leaving-15": 24,
-    }
-    return dict(zip(ways, run_ranks(tmp_path_factory.mktemp("quick"), ways, 2), strict=True))
+def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the quick runs on two ranks; each of them has compared what it trained itself."""
+    folder = tmp_path_factory.mktemp("quick")
+    run_on_ranks("quick_ranks.py", folder, json.dumps(WAYS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quick(started: Path) -> dict[str, Ranks]:
+    """Return what each rank wrote of the quick data-parallel runs."""
+    return dict(zip(WAYS, read(started, WAYS, 2), strict=True))
 
 
 def assert_same_run(plain: Ranks, tuned: Ranks) -> None:
@@ -117,33 +131,26 @@ def test_500_switches_with_delays_invalid_answers_and_crashes_are_bit_identical(
     assert_same_run(plain, tuned)
 
 
-@pytest.mark.parametrize(
-    ("ways", "world"),
-    [
-        ("resharded", 2),
-        pytest.param("kept", 2, marks=pytest.mark.slow),
-        pytest.param("tensor,flattened", 2, marks=pytest.mark.slow),
-        pytest.param("hybrid,both", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_of_a_sharded_model_use_the_same_plan_and_stay_bit_identical(
+def test_ranks_of_a_sharded_model_use_the_same_plan_and_stay_bit_identical(started: Path) -> None:
+    # Only one rank writes.
+    assert len(list((started / "spread").glob("*/*/decisions.jsonl"))) == 2
+
+
+def test_a_rank_that_begins_a_step_again_or_does_not_attach_keeps_no_other_one_waiting(started: Path) -> None:
+    assert len(list(started.glob("ended-*"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ways", "world"), [("kept", 2), ("tensor,flattened", 2), ("hybrid,both", 4)])
+def test_ranks_of_a_model_sharded_otherwise_use_the_same_plan_and_stay_bit_identical(
     ways: str, world: int, tmp_path: Path
 ) -> None:
     run_on_ranks("spread_rank.py", tmp_path, ways, ranks=world)
-    # Only one rank writes.
     assert len(list(tmp_path.glob("*/*/decisions.jsonl"))) == 2 * len(ways.split(","))
 
 
-@pytest.mark.parametrize(
-    ("ways", "world"),
-    [
-        # A rank that begins a step again keeps no other one waiting, nor does one that does not attach.
-        ("parallel,attach_alone", 2),
-        # Ranks that time units differently recompute the same ones from the first step on.
-        pytest.param("skewed", 2, marks=pytest.mark.slow),
-        pytest.param("nested", 2, marks=pytest.mark.slow),
-        pytest.param("halves", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_ranks_that_differ_run_the_same_plans_and_change_no_bit(ways: str, world: int) -> None:
-    run_on_ranks("apart_rank.py", ways, ranks=world)
+# Ranks that time units differently recompute the same ones from the first step on.
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "world"), [("skewed", 2), ("nested", 2), ("halves", 4)])
+def test_ranks_that_differ_run_the_same_plans_and_change_no_bit(way: str, world: int) -> None:
+    run_on_ranks("apart_rank.py", way, ranks=world)

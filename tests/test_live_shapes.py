@@ -129,7 +129,7 @@ def saves(plan: Plan) -> bool:
 
 @pytest.mark.parametrize("order", [pytest.param("random", marks=pytest.mark.slow), "short first"])
 def test_batches_of_equal_bytes_but_different_shapes_stay_within_the_budget(order: str) -> None:
-    lengths = [32, 64, 128, 256] * 12
+    lengths = [32, 64, 128, 256] * (12 if order == "random" else 8)
     random.Random(5).shuffle(lengths)
     if order == "short first":
         lengths = sorted(lengths[:12]) + lengths[12:]

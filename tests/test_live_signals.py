@@ -48,6 +48,7 @@ def at_call(number: int) -> Callable[[], None]:
     return lambda: signal.raise_signal(signal.SIGUSR1) if next(calls) == number else None
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("kind", list(HANDLERS))
 @pytest.mark.parametrize(("where", "number"), [("budget", 0), ("budget", 5), ("unit", 0), ("unit", 1), ("unit", 12)])
 def test_signal_handler_exception_ends_the_loop(kind: str, where: str, number: int) -> None:

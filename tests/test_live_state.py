@@ -262,7 +262,7 @@ LOCKED: list[tuple[Callable[[], nn.Module], str]] = [
 ]
 
 
-@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("lean", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", EXACT, ids=["plain", "counts", "remembers", "anneals", "list", "odd things"])
 def test_state_in_attributes_is_preserved_and_recomputed(make: Callable[[], nn.Module], *, lean: bool) -> None:
     plain = plain_run(make)

@@ -16,6 +16,7 @@ from autotune import AttachError, Limits
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("budget", [10**9, 1000], ids=["save", "recompute"])
 def test_peak_of_an_accumulating_loop_is_predicted_with_its_gradients(budget: int, k: int) -> None:

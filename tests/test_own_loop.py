@@ -110,6 +110,7 @@ def trained(engine: TorchEngine, steps: int) -> list[float]:
     return found
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("built", [False, True], ids=["objects", "functions"])

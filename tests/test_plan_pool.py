@@ -262,6 +262,7 @@ KINDS: dict[str, Callable[[int], Profile]] = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_profile_has_a_nearly_exact_pool(kind: str) -> None:
     gaps = []

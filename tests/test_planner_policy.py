@@ -264,6 +264,7 @@ def test_uniformly_slow_profile_does_not_change_the_decisions() -> None:
             np.testing.assert_allclose(seen[:, place], features[:, place], atol=0.05)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("what", WINDOWS)
 @pytest.mark.parametrize("network", [False, True])
 def test_next_window_is_planned_after_any_measurement(what: str, network: bool) -> None:

@@ -123,6 +123,7 @@ def dead_server(kind: str) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["absent", "hanging", "answering 500"])
 def test_unreachable_server_causes_one_warning_and_everything_is_sent_later(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

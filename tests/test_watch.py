@@ -465,6 +465,13 @@ print([name for name in ("rich", "mlflow") if name in sys.modules])
     assert answer.stdout.strip() == "[]", answer.stderr
 
 
+def test_watching_imports_no_torch() -> None:
+    code = "import sys, autotune.cli.terminal_panel; print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "False"
+
+
 def test_shown_times_are_those_of_the_plans_that_ran() -> None:
     limits = dataclasses.replace(RESTLESS, decide_every=10)
     tuned = train(deep_gpt, token_batches, gpt_loss, 80, policy="exact", memory_budget_bytes=10**6, limits=limits)

@@ -21,7 +21,7 @@ from autotune import AttachError
 from autotune.plan import Plan, Storage
 
 # These loops run each time, the others with the slow tests.
-QUICK = {"gpt", "gan", "lbfgs", "growing_batches"}
+QUICK = {"gpt", "lbfgs"}
 
 LOOPS = [
     pytest.param(found.name, marks=[] if found.name in QUICK else [pytest.mark.slow])
@@ -137,6 +137,7 @@ def within(loop: ModuleType, alone: Run, lean: Run) -> None:
         assert len({repr(plan) for plan in moving.used}) > 1, moving.status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_loop_trains_in_rounding_modes(name: str) -> None:
     loop = loop_of(name)

@@ -204,6 +204,7 @@ def test_each_fault_occurs_several_times() -> None:
     assert min(counts.values()) >= 5
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(
     ("name", "fault", "at", "budget"),
     [

@@ -125,6 +125,7 @@ def cases() -> Iterator[Any]:
             )
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("name", "way"), list(cases()))
 def test_detached_tuner_leaves_nothing_behind(
     name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

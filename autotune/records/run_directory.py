@@ -20,7 +20,6 @@ from autotune.io.files import append_json_line, read_json, read_json_lines, requ
 from autotune.io.run_folder import WriterLock, new_run_folder
 from autotune.job import Job
 from autotune.mechanics import known_precisions
-from autotune.mechanics.devices import device_kind, device_name, fp32_arithmetic, settings
 from autotune.records.run_documents import Config, Environment, config_of
 
 _PACKAGES = (
@@ -241,6 +240,8 @@ def describe_environment(job: Job | None = None) -> dict[str, Any]:
     """Return the machine, the versions and the data that are needed to repeat a run."""
     import torch
 
+    from autotune.mechanics.devices import device_kind, device_name, fp32_arithmetic, settings
+
     sources = [] if job is None or job.data_sources is None else job.data_sources()
     return {
         "version": 1,
@@ -265,6 +266,8 @@ def benchmark_folder(runs: Path, device: str | None = None) -> Path:
         runs: the runs folder.
         device: name of the device; ``None`` for the device on which jobs train here.
     """
+    from autotune.mechanics.devices import device_name
+
     words = re.sub(r"\((R|TM)\)|Processor|CPU", " ", device_name() if device is None else device)
     return runs / "benchmarks" / ("-".join(re.findall(r"[a-z0-9]+", words.lower())) or "unknown")
 

@@ -23,7 +23,7 @@ from effort import EFFORT
 HERE = Path(__file__).resolve().parent
 # Forbidden outcomes. The example of a finding gives the number of the mutant and the place in the package.
 HARM = ("foreign", "breach", "several lines", "long", "slow")
-SHORT = 8
+SHORT = 15
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ def require_harmless(found: dict[str, Any], names: list[str]) -> Counter[str]:
     return totals
 
 
-# Uses that take a few milliseconds, at least one per loader; the others run in `make test-slow`.
-QUICK = [name for name, use in uses.USES.items() if use.share >= 0.1]
+# A third of the uses that take a few milliseconds; all run in `make test-slow`.
+QUICK = [name for name, use in uses.USES.items() if use.share >= 0.1][::3]
 
 
 def test_a_few_mutants_of_every_document_do_no_harm(scratch: Path) -> None:
     found = put_to_use(scratch, QUICK, seed=0, count=SHORT, timeout_s=250)
     totals = require_harmless(found, QUICK)
-    assert totals["accepted"] > 25
+    assert totals["accepted"] > 16
 
 
 @pytest.mark.slow
