@@ -24,6 +24,9 @@ from autotune.records import to_mlflow
 _FAST = "fp32,bf16,fp16" if torch.accelerator.is_available() else "fp32,bf16"
 os.environ.setdefault(known_precisions.PRECISIONS_VARIABLE, _FAST)
 
+# Threads that wait for each other keep the cores busy: with two, a child process takes up to three times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Other tests run beside each one, so that a busy machine is accepted; tests of this remove it.
 os.environ.setdefault(processor_wait.BUSY_VARIABLE, "1")
 

@@ -250,6 +250,7 @@ def job():
 """
 
 
+@pytest.mark.slow
 def test_gpu_benchmark_ends_in_time_even_if_a_part_hangs(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text(HANGING)
     (tmp_path / "tiny_job.py").symlink_to(JOB)

@@ -53,6 +53,7 @@ def studies(url: str) -> dict[str, list[optuna.trial.FrozenTrial]]:
         storage.engine.dispose()
 
 
+@pytest.mark.slow
 @reachable
 def test_study_in_postgresql_proposes_the_same_as_in_sqlite(url: str, tmp_path: Path) -> None:
     def go(place: Path | StudyStore) -> list[object]:

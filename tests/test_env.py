@@ -66,6 +66,7 @@ def test_environments_are_registered_under_job_names() -> None:
         assert gymnasium.spec(f"autotune/{name}-v0").nondeterministic
 
 
+@pytest.mark.slow
 def test_gymnasium_make_returns_an_environment_of_the_real_job() -> None:
     env = gymnasium.make("autotune/Tuning-v0", job="digits", window_steps=3, max_windows=2, evaluate=False)
     observation, info = env.reset(seed=0)

@@ -209,7 +209,7 @@ def test_training_with_the_callback_is_bit_identical(
     "how",
     [
         pytest.param({}, id="every", marks=pytest.mark.slow),
-        pytest.param({"every_n_layers": 2}, id="every second"),
+        pytest.param({"every_n_layers": 2}, id="every second", marks=pytest.mark.slow),
         pytest.param({"use_reentrant": True}, id="reentrant", marks=pytest.mark.slow),
     ],
 )

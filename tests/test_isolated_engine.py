@@ -256,6 +256,7 @@ def test_plan_outside_the_space_is_rejected_and_the_child_survives() -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_processes_share_what_they_know_of_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
     known_precisions.forget()
     monkeypatch.setenv(known_precisions.PRECISIONS_VARIABLE, "fp16")

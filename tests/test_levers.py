@@ -283,6 +283,7 @@ def test_ppo_trains_the_network_on_the_planners_levers(jobs, tmp_path: Path, mon
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
 
 
+@pytest.mark.slow
 def test_ppo_finds_a_lever_that_helps(jobs) -> None:
     # Memory dips unannounced every second window, so bracing wins.
     dips = Strengths(event_every=2, event_share=0.6, event_told=0.0)

@@ -188,7 +188,7 @@ class Moves:
     [
         pytest.param(deep_gpt, token_batches, gpt_loss, id="dropout"),
         pytest.param(lambda: TinyConvolution(blocks=5), image_batches, image_loss, id="batchnorm"),
-        pytest.param(deep_gpt, token_batches, autocast_loss, id="autocast"),
+        pytest.param(deep_gpt, token_batches, autocast_loss, id="autocast", marks=pytest.mark.slow),
         pytest.param(deep_gpt, lambda n: token_batches(n, ragged=True), gpt_loss, id="ragged"),
     ],
 )

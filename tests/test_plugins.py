@@ -189,6 +189,7 @@ def test_a_foreign_policy_that_plans_from_a_profile_tunes(tmp_path: Path, capsys
     assert document["plan"]
 
 
+@pytest.mark.slow
 def test_foreign_searches_rules_and_policies_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arms = ["lean", "lean-first", "restless", "planned"]
     assert compare(",".join(arms), tmp_path, "--seeds", "2", "--json") == 0

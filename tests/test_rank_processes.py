@@ -49,7 +49,7 @@ def test_ranks_connect_only_over_loopback(ranks: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("how", "ranks", "said"),
     [
-        ("raise", 3, 'crashed: rank 2: KeyError: "the rank\'s own"'),
+        pytest.param("raise", 3, 'crashed: rank 2: KeyError: "the rank\'s own"', marks=pytest.mark.slow),
         pytest.param("exit", 2, "crashed: rank 1: ended with exit code 7", marks=pytest.mark.slow),
         ("kill", 2, "crashed: rank 1: ended by SIGKILL"),
     ],
