@@ -562,7 +562,7 @@ def recomputed_under(reserve_frac: Any, fake: ModuleType, own_budget: int | None
         runs_dir=None,
         limits=LIVELY,
     )
-    loop.attached(tuner, 30, fake)
+    loop.attached(tuner, 24, fake)
     assert tuner.attached
     found = sum(one == "recompute" for one in tuner.plan.storage.values())
     tuner.detach()

@@ -134,12 +134,7 @@ def test_profiling_fails_with_one_line_if_another_process_holds_the_memory(
     accelerator.small_segments(64)
     accelerator.others((64 - free) * 2**20)
     with pytest.raises(InputError, match=said) as caught:
-        profile(
-            device_jobs.make(accumulation_choices=(1,)),
-            device_name="fake",
-            device=DEVICE,
-            options=ProfilerOptions.lean(0),
-        )
+        profile(device_jobs.make(), device_name="fake", device=DEVICE, options=ProfilerOptions.lean(0))
     assert "\n" not in str(caught.value)
     assert devices.device_kind() == DEVICE
 

@@ -77,6 +77,7 @@ def wide_convolution(**changes: object) -> Job:
         "model": lambda: TinyConvolution(width=32, blocks=3),
         "batches": lambda seed: image_batches(seed, size=16),
         "batch_size": 16,
+        "accumulation_choices": (1, 4),
     }
     job = convolution_job(**{**settings, **changes})
     if BF16 not in TorchEngine(job).space.precisions:

@@ -301,7 +301,7 @@ def test_other_devices_are_rejected(name: str) -> None:
 
 
 def test_command_plans_and_marks_the_result_as_an_estimate(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
-    job = tiny_job.__file__ + ":few_k"
+    job = tiny_job.__file__ + ":job"
     path = tmp_path / "plan.json"
     assert run(["plan", job, "--device", "h200", "--memory-budget", "99.9%", "--json", "--output", str(path)]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -309,7 +309,7 @@ def test_command_plans_and_marks_the_result_as_an_estimate(capsys: pytest.Captur
     assert document["predicted"]["peak_bytes"] <= document["memory_budget_bytes"]
     assert Plan.from_json(document["plan"]) == Plan.from_json(json.loads(path.read_text()))
     assert document["workspace_bytes"] == 64 * 2**20
-    assert run(["plan", job, "--device", "h200"]) == 0
+    assert run(["plan", tiny_job.__file__ + ":few_k", "--device", "h200"]) == 0
     shown = capsys.readouterr().out
     assert "estimated, not measured" in shown
     assert "64.0 MiB of library workspaces" in shown

@@ -123,6 +123,7 @@ def test_gymnasium_knows_our_environments_in_either_import_order(order: str) -> 
     assert (answer.stdout.strip(), answer.stderr) == ("True", "")
 
 
+@pytest.mark.slow
 def test_gymnasium_makes_our_environments_without_an_import_of_our_own() -> None:
     code = "import gymnasium; print(gymnasium.make('autotune:autotune/digits-v0').spec.id)"
     answer = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)

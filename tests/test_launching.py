@@ -171,6 +171,7 @@ def test_each_optimizer_learns_and_its_snapshot_is_complete(name: str) -> None:
     assert engine.evaluate() < before
 
 
+@pytest.mark.slow
 def test_8_bit_optimizer_states_take_less_memory_and_the_profile_reflects_it() -> None:
     job, options = wide(), ProfilerOptions.lean()
     peaks = {}

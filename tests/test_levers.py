@@ -327,6 +327,7 @@ def test_interrupted_training_ends_like_an_uninterrupted_one(jobs, rollouts: int
     assert all(torch.equal(whole[name], taken_up[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_training_can_be_interrupted_repeatedly(jobs) -> None:
     whole = train_levers(env_of(jobs), RECIPE, seed=1).state_dict()
     saves, decisions = Saves(), []

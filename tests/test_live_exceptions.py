@@ -132,6 +132,7 @@ class Clumsy:
         return Trace(self.losses, self.model, self.optimizer)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("place", [*PLACES, *(pytest.param(place, marks=pytest.mark.slow) for place in MORE_PLACES)])
 def test_exceptions_from_user_code_propagate_and_the_run_continues(place: str) -> None:
     # In the probe step, in traced steps and under plans.

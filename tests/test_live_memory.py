@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import re
@@ -76,6 +77,7 @@ class Twin:
         return meter.peak_bytes
 
 
+@functools.cache
 def needs() -> tuple[int, int]:
     """Return the bytes of a step with the largest batch, under the leanest plan and under the baseline."""
     twin = Twin()

@@ -107,7 +107,7 @@ def test_shipped_policy_is_built_identically_under_any_defaults(default: str) ->
     run.tuner.detach()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.bfloat16])
 def test_network_decides_under_another_default_dtype(dtype: torch.dtype) -> None:
     # Not every untrained network proposes another plan.
     seeded()

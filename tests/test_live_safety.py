@@ -38,6 +38,7 @@ from autotune.plan import Plan
 ATTACHED = {"policy": Wanders(), "memory_budget_bytes": 10**9, "limits": RESTLESS}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("broken", [(Placements, "peak_bytes"), (Pilot, "summary"), (Pilot, "close")])
 def test_failure_in_any_part_of_the_tuner_leaves_the_run_unchanged(
     broken: tuple[type, str], monkeypatch: pytest.MonkeyPatch

@@ -226,6 +226,7 @@ def test_resumed_study_proposes_the_same_plans(tmp_path: Path) -> None:
     assert go(tmp_path / "a", interrupted=False) == go(tmp_path / "b", interrupted=True)
 
 
+@pytest.mark.slow
 def test_resumed_comparison_repeats_no_finished_run(
     killed_at: Any, measuring_precisions: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

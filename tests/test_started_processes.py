@@ -98,8 +98,7 @@ def hostile(tmp_path: Path) -> Path:
     "script",
     [
         ISOLATED,
-        RANKS,
-        *(pytest.param(script, marks=pytest.mark.slow) for script in (PROFILED, FOLLOWED, TRAINED)),
+        *(pytest.param(script, marks=pytest.mark.slow) for script in (RANKS, PROFILED, FOLLOWED, TRAINED)),
         SCRATCH,
     ],
     ids=["isolated engine", "ranks", "profile", "follower", "seeds", "scratch folder"],

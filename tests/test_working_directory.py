@@ -135,6 +135,8 @@ def test_only_the_job_can_import_its_neighbour_modules(job: str, beside: str, re
 def test_catalog_job_has_no_neighbour_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "not_installed.py").touch()
     monkeypatch.chdir(tmp_path)
+    # As in the installed command, the working directory itself is not on the path.
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     load_job("digits")
     module = next(module for name, module in sys.modules.items() if name.startswith("autotune_job_digits_"))
     with pytest.raises(ImportError):
