@@ -281,6 +281,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.some(30)
 @pytest.mark.parametrize(("line", "kind"), REFUSED, ids=lambda part: part if isinstance(part, str) else " ".join(part))
 def test_path_that_is_neither_file_nor_folder_is_rejected_in_one_line(
     line: list[str],

@@ -20,7 +20,7 @@ JOB = Path(__file__).parent / "tiny_job.py"
 PROGRAM = [sys.executable, "-m", "autotune.cli.main"]
 # Without the part that only runs as a program.
 RUN = [sys.executable, "-c", "import sys; from autotune.cli.main import run; sys.exit(run(sys.argv[1:]))"]
-LINES = [["--help"], pytest.param(["doctor"], marks=pytest.mark.slow), ["doctor", "--json"]]
+LINES = [["--help"], *(pytest.param(line, marks=pytest.mark.slow) for line in (["doctor"], ["doctor", "--json"]))]
 HOSTILE = "[bold]x[/bold] [/b] :smile: \x1b[31mred \u202egpj"
 SHOWN = "[bold]x[/bold] [/b] :smile: \\x1b[31mred \\u202egpj"
 

@@ -187,6 +187,7 @@ def test_numpy_numbers_become_plain_numbers_in_a_script() -> None:
     assert config.files["ds_config.json"]["gradient_clipping"] == 0.0  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_script_runs_even_if_units_are_named_like_source_code(tmp_path: Path) -> None:
     job = tmp_path / "odd_job.py"
     job.write_text(

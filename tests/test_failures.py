@@ -180,7 +180,7 @@ def test_step_that_failed_in_forward_or_backward_is_repeated_bit_for_bit(name, r
     assert spots == 42
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("method", ["unscale", "clip"])
@@ -461,7 +461,7 @@ def constant_keys(engine: TorchEngine) -> set[str]:
     return {key for key in weights_of(engine) if not isinstance(state[key], torch.Tensor)}
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("spoiler", SPOILERS)
 @pytest.mark.parametrize("name", JOBS)
 def test_nonfinite_loss_or_gradient_never_reaches_a_weight_or_buffer(name, spoiler):

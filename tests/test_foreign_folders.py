@@ -178,6 +178,7 @@ def test_foreign_run_folder_opens_no_outside_file(
 # ------------------------------------------------------------------------------------------------ what leads out of it
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize(
     "name", ["journal.jsonl", "plan.json", "report.html", "policy", "figures", "tuned.json", "x/y"]
 )

@@ -300,7 +300,10 @@ class Interrupted(Exception):
     """Stands for any event that ends a training halfway."""
 
 
-@pytest.mark.parametrize(("rollouts", "clones"), [(1, 1), (2, 4), pytest.param(3, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rollouts", "clones"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 4), pytest.param(3, 1, marks=pytest.mark.slow)],
+)
 def test_interrupted_training_ends_like_an_uninterrupted_one(jobs, rollouts: int, clones: int) -> None:
     def weights(saved: SavedTraining | None, stop_after: int | None = None) -> dict[str, torch.Tensor]:
         done: list[int] = []

@@ -399,12 +399,12 @@ def test_memory_allocated_later_by_the_loop_is_not_a_prediction_error(bounds: tu
 def test_unreachable_budget_is_reported_once_with_the_smallest_reachable_one(caplog: pytest.LogCaptureFixture) -> None:
     lowest, _ = needs()
     with caplog.at_level("WARNING", logger="autotune"):
-        metered_run([LONG] * 24, lambda _: lowest // 2)
+        metered_run([LONG] * 16, lambda _: lowest // 2)
     (said,) = [record.getMessage() for record in caplog.records if "no plan fits" in record.getMessage()]
     smallest = int(re.search(r"is (\d+) bytes", said)[1])  # type: ignore[index]
     assert lowest * 0.99 <= smallest <= lowest * 1.05
     caplog.clear()
     with caplog.at_level("WARNING", logger="autotune"):
-        _, status = metered_run([LONG] * 24, lambda _: smallest)
+        _, status = metered_run([LONG] * 16, lambda _: smallest)
     assert not [record for record in caplog.records if "no plan fits" in record.getMessage()]
     assert not status["over_budget_steps"]

@@ -126,7 +126,8 @@ def test_network_decides_under_another_default_dtype(dtype: torch.dtype) -> None
     run.tuner.detach()
 
 
-@pytest.mark.parametrize("switched", [pytest.param(torch.no_grad, marks=pytest.mark.slow), torch.inference_mode])
+@pytest.mark.slow
+@pytest.mark.parametrize("switched", [torch.no_grad, torch.inference_mode])
 def test_useful_precisions_are_found_whatever_the_caller_has_disabled(
     switched: Callable[[], Any], measuring_precisions: Callable[[], None]
 ) -> None:

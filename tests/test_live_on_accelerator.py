@@ -185,7 +185,7 @@ def train(
 
 
 # These loops run each time, the others with the slow tests.
-QUICK = {"objects", "frozen weights"}
+QUICK = {"objects"}
 
 
 @pytest.mark.parametrize(

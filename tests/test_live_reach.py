@@ -593,6 +593,7 @@ def lean_run(name: str) -> tuple[Any, Any]:
 CHANGING = {"CallsAnObject", "Flips", "DrawsATableOnce", "HidesInAnObjectLate", "the same object", "rewritten list"}
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize(
     ("name", "lean"),
     [

@@ -272,6 +272,7 @@ def test_state_in_attributes_is_preserved_and_recomputed(make: Callable[[], nn.M
     assert recomputed
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("lean", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("make", "reason"),

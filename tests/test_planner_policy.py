@@ -111,6 +111,7 @@ EXTREME = np.array([[size - 1 for size in SIZES]], dtype=np.int64)
 # ------------------------------------------------------------------------------------------------------------ begin
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.8, None])
 def test_run_under_constant_conditions_begins_with_the_exact_optimum(share: float | None) -> None:
     for job in drawn_jobs(5, batching="fixed"):

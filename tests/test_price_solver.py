@@ -21,14 +21,11 @@ def test_plans_fit_and_are_close_to_the_exact_optimum() -> None:
     profiles = [drawn(seed, units) for seed in range(12) for units in (2, 8)]
     arrays = CostArrays(profiles)
     jobs = np.arange(len(profiles))
+    least = np.array([smallest(profile).peak_bytes for profile in profiles])
+    most = np.array([solve(profile).peak_bytes for profile in profiles])
     gaps = []
     for tightness in (0.05, 0.4, 0.8):
-        budgets = np.array(
-            [
-                least + tightness * max(solve(profile).peak_bytes - least, 0)
-                for profile, least in ((profile, smallest(profile).peak_bytes) for profile in profiles)
-            ]
-        )
+        budgets = least + tightness * np.maximum(most - least, 0)
         plans, fits = PriceSolver(arrays).solve(jobs, budgets)
         assert (arrays.peak_bytes(plans)[fits] <= budgets[fits]).all()
         assert fits.mean() > 0.9

@@ -114,6 +114,7 @@ def tune_for(runs: Path) -> Callable[[], dict[str, Any]]:
     return lambda: autotune.tune(tiny_job.make(), "random", steps=45, runs_dir=runs)
 
 
+@pytest.mark.slow
 @counted
 @pytest.mark.usefixtures("load")
 def test_a_disturbed_window_is_repeated_once_and_a_search_resumes_under_another_threshold(

@@ -115,7 +115,7 @@ def job_of(model: type[nn.Module], *shape: int) -> Job:
         pytest.param(convolution_job(), 0.02, marks=pytest.mark.slow),
         (job_of(Recurrent, 12, 16), 0.02),
         # A skip tensor is counted until the backward pass has passed its first user.
-        (job_of(Skipping, 32), 0.05),
+        pytest.param(job_of(Skipping, 32), 0.05, marks=pytest.mark.slow),
         pytest.param(job_of(Shared, 32), 0.02, marks=pytest.mark.slow),
     ],
     ids=["gpt", "batch norm", "lstm", "skip", "twice"],

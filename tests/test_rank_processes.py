@@ -35,7 +35,7 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])
 def test_ranks_connect_only_over_loopback(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done: list[float] = []

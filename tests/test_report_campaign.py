@@ -365,6 +365,7 @@ def test_command_that_repeats_a_run_has_all_its_options(tuned: Path) -> None:
     assert "--engine deepspeed --ranks 4 --zero-stage 2 --ds-config FILE" in command
 
 
+@pytest.mark.slow
 def test_very_wide_comparison_of_a_very_deep_model_has_a_small_page(compared: Path) -> None:
     run = read_campaign(compared)
     units = [f"blocks.{number}" for number in range(500)]
