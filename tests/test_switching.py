@@ -99,7 +99,7 @@ def counting_job(calls: list[int], **changes: Any) -> Job:
 def test_micro_batch_counts_are_exact_over_random_switches_of_k(switches):
     calls: list[int] = []
     engine = TorchEngine(counting_job(calls), options=UNMETERED)
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(1)
     plans = {k: engine.plan.changed(accumulation_steps=k) for k in (1, 2, 4, 8)}
     applied = []
     for _ in range(switches):
@@ -110,7 +110,7 @@ def test_micro_batch_counts_are_exact_over_random_switches_of_k(switches):
         assert calls == [8 // k] * k
         assert (measured.steps, measured.samples, measured.items) == (1, 8, 8)
         applied.append(k)
-    assert sum(one != other for one, other in pairwise(applied)) >= 0.6 * switches
+    assert sum(one != other for one, other in pairwise(applied)) >= 0.7 * switches
     assert engine.progress.steps == engine.progress.batches == switches
 
 
