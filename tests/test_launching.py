@@ -278,6 +278,26 @@ def test_arms_are_searched_with_their_launch_options_and_the_campaign_resumes(tm
     assert (folder / "report.html").is_file()
 
 
+class Told(Silent):
+    """A reporter that records the titles of stages."""
+
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+
+    def stage(self, title: str, total: float) -> None:
+        self.titles.append(title)
+
+
+def test_stages_are_numbered_up_to_their_announced_count(tmp_path: Path) -> None:
+    told = Told()
+    arms = ["recompute-all", "exact", "random+lion=2e-3"]
+    autotune.compare(str(JOB), arms, seeds=2, steps=45, runs_dir=tmp_path, reporter=told)
+    assert [title.partition(": ")[0] for title in told.titles] == [f"stage {1 + i} of 7" for i in range(7)]
+    told.titles.clear()
+    autotune.tune(str(JOB), method="exact", steps=45, runs_dir=tmp_path, reporter=told)
+    assert [title.partition(": ")[0] for title in told.titles] == [f"stage {1 + i} of 3" for i in range(3)]
+
+
 def compare_jobs(jobs: list[str], arms: list[str], runs: Path) -> None:
     commands.compare_jobs(jobs, arms, CompareOptions(), TrustedInputs(jobs=jobs, arms=arms), runs, Silent())
 

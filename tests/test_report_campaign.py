@@ -100,6 +100,20 @@ def test_page_begins_with_the_verdict_followed_by_the_plan(compared: Path, compa
     assert f"autotune compare JOB --arms baseline,{','.join(ARMS)} --seeds 2 --memory-budget 90%" in text
 
 
+def test_sentence_on_the_fastest_arm_names_a_baseline_that_is_faster(compared: Path) -> None:
+    document = json.loads((compared / "comparison.json").read_text())
+    for entry in document["against_baseline"]:
+        entry["time_ratio"], entry["time_ratio_ci95"] = 1.25, [1.2, 1.3]
+    for arm in document["arms"]:
+        for run in arm["runs"]:
+            run["within_budget"] = True
+    assert verdict_line(document).startswith("No arm is faster than the baseline; of the others within the budget, ")
+    # A baseline that does not fit is no alternative.
+    for run in document["arms"][0]["runs"]:
+        run["within_budget"] = False
+    assert verdict_line(document).startswith("Fastest within the budget: ")
+
+
 def test_every_unit_shows_its_choice_and_the_effect_of_alternatives(comparison: CampaignPage) -> None:
     run = comparison.run
     assert run.profile is not None

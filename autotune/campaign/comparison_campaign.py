@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autotune.campaign import comparison
 from autotune.campaign.arm_search import by_launch, is_searched, launched_arms, plain_arms, searched_arms, within_dips
 from autotune.campaign.arms import is_live, named_arm, refuse_broken_arms, require_distinct
 from autotune.campaign.baselines import References
-from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
+from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, profile_stages, refuse_small_budget
 from autotune.campaign.setup import Campaign
 from autotune.campaign.steps import SearchInputs, begin_run, begin_tracking, open_engine, publish_run, references_of
 from autotune.engines.engine import Engine
 from autotune.engines.job_checks import build_model, build_optimizer
 from autotune.io.documents import Count
+from autotune.io.progress import Numbered
 from autotune.launching import launched, split
 from autotune.mechanics.devices import device_name
 from autotune.plan import Launch
@@ -45,6 +47,7 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
     require_distinct(names)
     own, others = by_launch(campaign, names)
     refuse_small_budget(campaign)
+    campaign = replace(campaign, reporter=Numbered(campaign.reporter, _stages(campaign, [own, *others.values()])))
     profile_first(campaign, own)
     # Before any search: the baseline may miss its target.
     horizon = _horizon(campaign)
@@ -69,6 +72,11 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
         document = {**document, "run": str(run.path)}
         _publish(document, run, tracker)
     return document
+
+
+def _stages(campaign: Campaign, groups: Sequence[Sequence[str]]) -> int:
+    """Return the number of stages of a comparison: per group of arms with the same launch options, and two for all."""
+    return 2 + sum(1 + profile_stages(campaign, group) + sum(map(is_searched, group)) for group in groups)
 
 
 def _require_fitting(campaign: Campaign, names: Sequence[str], engine: Engine) -> None:

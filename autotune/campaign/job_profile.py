@@ -18,8 +18,21 @@ from autotune.records.run_directory import PROFILE, RunDirectory
 
 def profile_first(campaign: Campaign, names: Sequence[str]) -> None:
     """Measure the profile before an engine is opened, if the engine would occupy memory that profiling needs."""
-    if campaign.ranks is not None or is_accelerator(device_kind()):
+    if _is_measured_first(campaign):
         profile_for(campaign, names)
+
+
+def profile_stages(campaign: Campaign, names: Sequence[str]) -> int:
+    """Return how many stages :func:`profile_first` and :func:`profile_for` announce together."""
+    return (1 + _is_measured_first(campaign)) * _needed(names)
+
+
+def _is_measured_first(campaign: Campaign) -> bool:
+    return campaign.ranks is not None or is_accelerator(device_kind())
+
+
+def _needed(names: Sequence[str]) -> bool:
+    return any(needs_profile(name) or (name in METHODS and METHODS[name].needs_profile) for name in names)
 
 
 def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
@@ -29,7 +42,7 @@ def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
         campaign: the campaign.
         names: methods, or names of arms.
     """
-    if not any(needs_profile(name) or (name in METHODS and METHODS[name].needs_profile) for name in names):
+    if not _needed(names):
         return None
     campaign.reporter.stage("profile the units, once", 1)
     ranked = _ranked(campaign)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from autotune.agents.planner import close_plans
 from autotune.agents.search_methods import METHODS, Method, PlanningMethod, find_method
 from autotune.campaign.baselines import References
-from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, refuse_small_budget
+from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, profile_stages, refuse_small_budget
 from autotune.campaign.plan_search import TuningResult
 from autotune.campaign.setup import Campaign
 from autotune.campaign.steps import (
@@ -26,6 +27,7 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal, solve, with_shadow_price
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import InputError
+from autotune.io.progress import Numbered
 from autotune.plan import Plan
 from autotune.records.run_directory import require_writable
 from autotune.records.tracking import Tracker
@@ -41,6 +43,7 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
     _require_method(campaign, method, found)
     require_writable(campaign.runs)
     refuse_small_budget(campaign)
+    campaign = replace(campaign, reporter=Numbered(campaign.reporter, 2 + profile_stages(campaign, [method])))
     profile_first(campaign, [method])
     with contextlib.ExitStack() as opened:
         with contextlib.closing(open_engine(campaign)) as engine:

@@ -25,3 +25,24 @@ class Silent:
 
     def advance(self, done: float, detail: str = "") -> None:
         """Do nothing."""
+
+
+class Numbered:
+    """Receiver that numbers the stages of a command, as in ``stage 2 of 5``, for another receiver.
+
+    Args:
+        reporter: the other receiver.
+        count: number of stages that the command announces.
+    """
+
+    def __init__(self, reporter: Reporter, count: int) -> None:
+        self._reporter, self._count, self._begun = reporter, count, 0
+
+    def stage(self, title: str, total: float) -> None:
+        """Begin the next stage."""
+        self._begun += 1
+        self._reporter.stage(f"stage {self._begun} of {self._count}: {title}", total)
+
+    def advance(self, done: float, detail: str = "") -> None:
+        """Report the amount of work that is done in the stage."""
+        self._reporter.advance(done, detail)

@@ -90,7 +90,10 @@ def plan_lines(comparison: Mapping[str, Any]) -> list[str]:
 
 
 def verdict_line(comparison: Mapping[str, Any]) -> str:
-    """Return one sentence on the fastest arm within the budget: its speed-up, interval and verdict."""
+    """Return one sentence on the fastest arm within the budget: its speed-up, interval and verdict.
+
+    If the baseline fits too and is faster, the sentence begins with that.
+    """
     best = best_entry(comparison)
     if best is None:
         reasons = {entry["reason"] for entry in comparison["against_baseline"] if entry["verdict"] == "not comparable"}
@@ -102,10 +105,13 @@ def verdict_line(comparison: Mapping[str, Any]) -> str:
     seeds = len(comparison["seeds"])
     caution = " - an indication, not a claim" if comparison["indication_only"] else ""
     budget = "" if comparison["memory_budget_bytes"] is None else " within the budget"
+    best_of = f"Fastest{budget}: {best['arm']}"
+    if best["time_ratio"] > 1 and all_fit(comparison, comparison["baseline"]):
+        best_of = f"No arm is faster than the baseline; of the others{budget}, {best['arm']}"
     memory = "" if best["memory_ratio"] is None else f" with {best['memory_ratio']:.0%} of its memory"
     does = "reaches the target" if has_target(comparison) else "trains each sample"
     return (
-        f"Fastest{budget}: {best['arm']} {does} {1 / best['time_ratio']:.2f}x as fast as the baseline "
+        f"{best_of} {does} {1 / best['time_ratio']:.2f}x as fast as the baseline "
         f"(95 % interval {low:.2f}x to {high:.2f}x){memory}; final metric {best['metric_difference']:+.2%}; "
         f"verdict: {best['verdict']}; {seeds} paired seeds{caution}."
     )
