@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from autotune.campaign.baselines import measure_references
 from autotune.engines.budgeted_engine import BudgetedEngine, StepsSpentError
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.engines.tuning_windows import WINDOW_STEPS
+from autotune.measurement import Measurement
 from autotune.records.run_directory import RunDirectory
 from autotune.report.explanation import estimate_effects, explain_search
 
@@ -54,6 +56,24 @@ def test_every_method_keeps_both_budgets_and_beats_the_baseline(method: str, tmp
     finals = [trial for trial in result.trials if trial.final]
     assert result.plan in {trial.plan for trial in finals}
     assert len(run.lines("trials.jsonl")) == len(result.trials)
+
+
+@pytest.mark.parametrize("steps", [41, 64, 150])
+def test_search_ends_within_its_steps_although_a_busy_machine_repeats_every_window(steps: int, tmp_path: Path) -> None:
+    class BusyEngine(KnownEngine):
+        def run(self, steps: int) -> Measurement:
+            window = super().run(steps)
+            return replace(window, steps=2 * window.steps)
+
+    engine = BusyEngine()
+    references = measure_references(engine, MemoryBudget.parse("40%"))
+    run = RunDirectory.create(tmp_path, "tune", tiny_job.job(), {})
+    settings = plan_search.TuningSettings(steps=steps, seed=1)
+    result = plan_search.tune(tiny_job.job(), "random", engine, references, settings, run=run)
+    finals = [trial for trial in result.trials if trial.final]
+    assert {trial.plan for trial in finals} >= {result.plan, engine.space.baseline()}
+    # The references and the last window are the only ones whose repetition was not planned for.
+    assert result.tuning_steps <= steps + references.steps + 4
 
 
 @pytest.mark.slow

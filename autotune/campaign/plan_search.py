@@ -348,7 +348,10 @@ class _Tuning:
         return finalists
 
     def _finals(self, finalists: Sequence[Plan]) -> tuple[Plan, Measurement, float]:
-        """Measure the finalists again in interleaved windows, and return the plan with the lowest cost."""
+        """Measure the finalists again in interleaved windows, and return the plan with the lowest cost.
+
+        On a busy machine, where windows are repeated, the second round ends when the steps are spent.
+        """
         self.final = True
         self.metered.step_budget = self.metered.steps_spent + _RESERVE
         self.metered.window_budget = None
@@ -357,6 +360,8 @@ class _Tuning:
         windows: dict[Plan, list[Measurement]] = {plan: [] for plan in candidates}
         for round_number in range(FINAL_ROUNDS):
             for plan in candidates if round_number % 2 == 0 else reversed(candidates):
+                if windows[plan] and not self.metered.affords(_FINAL_STEPS):
+                    continue
                 # The budget does not apply to the baseline.
                 within = None if plan == baseline else self.references.memory_budget_bytes
                 self.metered.memory_budget_bytes = within
