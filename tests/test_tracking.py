@@ -197,7 +197,8 @@ def test_partially_created_database_is_created_again_and_leaves_nothing(tmp_path
     # Two at once, too.
     both = [subprocess.Popen([*command, name]) for name in ("one", "two")]
     assert [process.wait() for process in both] == [0, 0]
-    assert send_pending(tmp_path) in (0, 1, 2)
+    # On a slow machine, the commands end before all is sent.
+    send_pending(tmp_path)
     names = {run.info.run_name for run in runs_in(tracking_uri(tmp_path))}
     assert names == {"killed", "one", "two"}
     assert not list(tmp_path.glob(".mlflow*"))
