@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, solve
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.io.progress import Silent
 from autotune.live.deciding import reserve_of
 from autotune.live.limits import Limits
 from autotune.measurement import Failure
@@ -583,3 +585,20 @@ def test_invalid_reserve_reserves_nothing(wrong: Any) -> None:
 def test_user_defined_budget_is_read_in_time_and_needs_no_reserve(accelerator: ModuleType) -> None:
     budget = int(0.9 * plain_peak(accelerator))
     assert recomputed_under(0.0, accelerator, budget) == recomputed_under(0.2, accelerator, budget)
+
+
+def test_profile_is_announced_once_although_it_is_measured_before_the_engine_opens(
+    accelerator: ModuleType, tmp_path: Path
+) -> None:
+    told: list[str] = []
+
+    class Told(Silent):
+        def stage(self, title: str, total: float) -> None:
+            told.append(title)
+
+    autotune.tune(device_jobs.make(), "exact", steps=45, runs_dir=tmp_path, reporter=Told())
+    assert told == [
+        "stage 1 of 3: profile the units, once",
+        "stage 2 of 3: measure the baseline",
+        "stage 3 of 3: tune with exact",
+    ]

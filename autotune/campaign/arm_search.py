@@ -92,10 +92,10 @@ def launched_arms(
         job=launched(campaign.job, launch),
         budget=None if budget is None else MemoryBudget(size_bytes=budget),
     )
-    profile_first(campaign, names)
+    known = profile_first(campaign, names)
     with contextlib.closing(open_engine(campaign)) as engine:
         references = references_of(campaign, engine)
-        profile = profile_for(campaign, names)
+        profile = known or profile_for(campaign, names)
         folder = RunDirectory(run.path / f"{run.path.name}{suffix(launch)}")
         folder.path.mkdir(exist_ok=True)
         lowest = within_dips(campaign, references) if any(map(is_searched, names)) else references

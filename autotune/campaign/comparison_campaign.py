@@ -11,7 +11,13 @@ from autotune.campaign import comparison
 from autotune.campaign.arm_search import by_launch, is_searched, launched_arms, plain_arms, searched_arms, within_dips
 from autotune.campaign.arms import is_live, named_arm, refuse_broken_arms, require_distinct
 from autotune.campaign.baselines import References
-from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, profile_stages, refuse_small_budget
+from autotune.campaign.job_profile import (
+    any_needs_profile,
+    keep_profile,
+    profile_first,
+    profile_for,
+    refuse_small_budget,
+)
 from autotune.campaign.setup import Campaign
 from autotune.campaign.steps import SearchInputs, begin_run, begin_tracking, open_engine, publish_run, references_of
 from autotune.engines.engine import Engine
@@ -47,8 +53,8 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
     require_distinct(names)
     own, others = by_launch(campaign, names)
     refuse_small_budget(campaign)
-    campaign = replace(campaign, reporter=Numbered(campaign.reporter, _stages(campaign, [own, *others.values()])))
-    profile_first(campaign, own)
+    campaign = replace(campaign, reporter=Numbered(campaign.reporter, _stages([own, *others.values()])))
+    known = profile_first(campaign, own)
     # Before any search: the baseline may miss its target.
     horizon = _horizon(campaign)
     with contextlib.ExitStack() as opened:
@@ -56,7 +62,7 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
             _require_fitting(campaign, names, engine)
             _require_launchable(campaign, others)
             references = references_of(campaign, engine)
-            profile = profile_for(campaign, own)
+            profile = known or profile_for(campaign, own)
             arms = plain_arms(campaign, own, engine, profile, references)
             lowest = within_dips(campaign, references)
             run = opened.enter_context(begin_run(campaign, verb, {"arms": names, "seeds": request.seeds}))
@@ -74,9 +80,9 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
     return document
 
 
-def _stages(campaign: Campaign, groups: Sequence[Sequence[str]]) -> int:
+def _stages(groups: Sequence[Sequence[str]]) -> int:
     """Return the number of stages of a comparison: per group of arms with the same launch options, and two for all."""
-    return 2 + sum(1 + profile_stages(campaign, group) + sum(map(is_searched, group)) for group in groups)
+    return 2 + sum(1 + any_needs_profile(group) + sum(map(is_searched, group)) for group in groups)
 
 
 def _require_fitting(campaign: Campaign, names: Sequence[str], engine: Engine) -> None:

@@ -16,22 +16,19 @@ from autotune.profiling.profiler import ProfilerOptions
 from autotune.records.run_directory import PROFILE, RunDirectory
 
 
-def profile_first(campaign: Campaign, names: Sequence[str]) -> None:
-    """Measure the profile before an engine is opened, if the engine would occupy memory that profiling needs."""
-    if _is_measured_first(campaign):
-        profile_for(campaign, names)
+def profile_first(campaign: Campaign, names: Sequence[str]) -> Profile | None:
+    """Return the profile, measured before an engine is opened, if the engine would occupy memory that profiling needs.
+
+    Returns:
+        ``None`` if :func:`profile_for` can measure it later, or no method or arm uses it.
+    """
+    if campaign.ranks is not None or is_accelerator(device_kind()):
+        return profile_for(campaign, names)
+    return None
 
 
-def profile_stages(campaign: Campaign, names: Sequence[str]) -> int:
-    """Return how many stages :func:`profile_first` and :func:`profile_for` announce together."""
-    return (1 + _is_measured_first(campaign)) * _needed(names)
-
-
-def _is_measured_first(campaign: Campaign) -> bool:
-    return campaign.ranks is not None or is_accelerator(device_kind())
-
-
-def _needed(names: Sequence[str]) -> bool:
+def any_needs_profile(names: Sequence[str]) -> bool:
+    """Return whether a method or arm uses the job's profile."""
     return any(needs_profile(name) or (name in METHODS and METHODS[name].needs_profile) for name in names)
 
 
@@ -42,7 +39,7 @@ def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
         campaign: the campaign.
         names: methods, or names of arms.
     """
-    if not _needed(names):
+    if not any_needs_profile(names):
         return None
     campaign.reporter.stage("profile the units, once", 1)
     ranked = _ranked(campaign)

@@ -360,7 +360,7 @@ class _Tuning:
         windows: dict[Plan, list[Measurement]] = {plan: [] for plan in candidates}
         for round_number in range(FINAL_ROUNDS):
             for plan in candidates if round_number % 2 == 0 else reversed(candidates):
-                if windows[plan] and not self.metered.affords(_FINAL_STEPS):
+                if windows[plan] and self.metered.steps_spent + _FINAL_STEPS > self.metered.step_budget:
                     continue
                 # The budget does not apply to the baseline.
                 within = None if plan == baseline else self.references.memory_budget_bytes

@@ -10,7 +10,13 @@ from typing import Any
 from autotune.agents.planner import close_plans
 from autotune.agents.search_methods import METHODS, Method, PlanningMethod, find_method
 from autotune.campaign.baselines import References
-from autotune.campaign.job_profile import keep_profile, profile_first, profile_for, profile_stages, refuse_small_budget
+from autotune.campaign.job_profile import (
+    any_needs_profile,
+    keep_profile,
+    profile_first,
+    profile_for,
+    refuse_small_budget,
+)
 from autotune.campaign.plan_search import TuningResult
 from autotune.campaign.setup import Campaign
 from autotune.campaign.steps import (
@@ -43,13 +49,13 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
     _require_method(campaign, method, found)
     require_writable(campaign.runs)
     refuse_small_budget(campaign)
-    campaign = replace(campaign, reporter=Numbered(campaign.reporter, 2 + profile_stages(campaign, [method])))
-    profile_first(campaign, [method])
+    campaign = replace(campaign, reporter=Numbered(campaign.reporter, 2 + any_needs_profile([method])))
+    known = profile_first(campaign, [method])
     with contextlib.ExitStack() as opened:
         with contextlib.closing(open_engine(campaign)) as engine:
             references = references_of(campaign, engine, with_leanest=not isinstance(found, PlanningMethod))
             campaign.settings.objective.check(references.baseline)
-            profile = profile_for(campaign, [method])
+            profile = known or profile_for(campaign, [method])
             if profile is not None:
                 # Refuse a budget that cannot be met before anything is written.
                 plans = found.plans if isinstance(found, PlanningMethod) else close_plans

@@ -107,7 +107,7 @@ def verdict_line(comparison: Mapping[str, Any]) -> str:
     budget = "" if comparison["memory_budget_bytes"] is None else " within the budget"
     best_of = f"Fastest{budget}: {best['arm']}"
     if best["time_ratio"] > 1 and all_fit(comparison, comparison["baseline"]):
-        best_of = f"No arm is faster than the baseline; of the others{budget}, {best['arm']}"
+        best_of = f"No arm is faster than the baseline. The fastest of the others{budget}, {best['arm']},"
     memory = "" if best["memory_ratio"] is None else f" with {best['memory_ratio']:.0%} of its memory"
     does = "reaches the target" if has_target(comparison) else "trains each sample"
     return (
