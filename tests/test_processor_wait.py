@@ -21,7 +21,14 @@ import autotune
 from autotune.campaign import comparison
 from autotune.errors import InputError
 from autotune.mechanics import processor_wait
-from autotune.mechanics.processor_wait import BUSY_VARIABLE, ProcessorWait, busy_frac, is_disturbed, mean_wait
+from autotune.mechanics.processor_wait import (
+    BUSY_VARIABLE,
+    ProcessorWait,
+    Repetitions,
+    busy_frac,
+    is_disturbed,
+    mean_wait,
+)
 from autotune.report.campaign_run import read_campaign
 from autotune.report.terminal_tables import verdict_line
 from autotune.report.writing import page_for
@@ -110,6 +117,22 @@ def test_windows_are_weighted_by_their_time_and_one_that_is_unknown_makes_the_wh
     assert not is_disturbed(None)
 
 
+def test_after_three_vain_repetitions_no_more_are_made_until_a_measurement_is_undisturbed() -> None:
+    repetitions = Repetitions()
+    busy, quiet = busy_frac() + 0.01, 0.0
+    assert not repetitions.is_due(quiet)
+    assert not repetitions.is_due(None)
+    for _ in range(3):
+        assert repetitions.is_due(busy)
+        repetitions.made(busy)
+    assert not repetitions.is_due(busy)
+    assert not repetitions.is_due(quiet)
+    for waited in (busy, busy, quiet, busy, busy, busy):
+        assert repetitions.is_due(busy)
+        repetitions.made(waited)
+    assert not repetitions.is_due(busy)
+
+
 def tune_for(runs: Path) -> Callable[[], dict[str, Any]]:
     return lambda: autotune.tune(tiny_job.make(), "random", steps=45, runs_dir=runs)
 
@@ -164,12 +187,13 @@ def test_a_comparison_on_a_busy_machine_repeats_its_runs_once_says_so_and_names_
     monkeypatch.setattr(comparison, "_run_arm", counting)
     job = tiny_job.make(target=None, max_steps=12, evaluate_every=6)
     found = autotune.compare(job, ["sqrt"], seeds=2, runs_dir=tmp_path)
-    assert len(ran) == 8
+    # After three repetitions that were disturbed too, the fourth run was not repeated.
+    assert len(ran) == 7
     assert found["busy"]["runs"] == found["busy"]["of"] == 4
     assert [entry["verdict"] for entry in found["against_baseline"]] == ["not comparable"]
     assert verdict_line(found).startswith("Nothing can be compared: the machine was busy: 4 of 4 runs waited")
     kept = [run["waited_frac"] for arm in found["arms"] for run in arm["runs"]]
-    assert sorted(kept) == sorted(min(pair) for pair in zip(ran[::2], ran[1::2], strict=True))
+    assert sorted(kept) == sorted([*(min(pair) for pair in zip(ran[:6:2], ran[1:6:2], strict=True)), ran[6]])
     assert page_for(read_campaign(Path(found["run"]))).verdict.startswith(
         "Nothing can be compared: the machine was busy"
     )

@@ -25,7 +25,7 @@ from autotune.gym.observation import Observation
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics.devices import device_kind, fp32_arithmetic, fp32_computed_in, is_accelerator
-from autotune.mechanics.processor_wait import is_disturbed, mean_wait
+from autotune.mechanics.processor_wait import Repetitions, is_disturbed, mean_wait
 from autotune.plan import Launch, Plan
 from autotune.records.journal import Journal
 from autotune.records.protocol import FEWEST_FOR_A_CLAIM, Arm, Dips, Protocol, RunRecord
@@ -172,12 +172,12 @@ def compare(
     if tracker is not None:
         tracker.tags({"protocol_sha256": protocol.digest, "protocol": json.dumps(asdict(protocol))})
         tracker.settle(10.0)
-    journal = journal or Journal()
+    journal, repetitions = journal or Journal(), Repetitions()
     records: dict[str, list[RunRecord]] = {arm.name: [] for arm in arms}
     for index, seed in enumerate(protocol.seeds):
         # A B C, then C B A: a drift of the machine's speed affects all arms alike.
         for arm in arms if index % 2 == 0 else list(reversed(arms)):
-            run = functools.partial(_undisturbed, arm.job or job, arm, seed, protocol, on_progress)
+            run = functools.partial(_undisturbed, arm.job or job, arm, seed, protocol, on_progress, repetitions)
             found = journal.once({"run": arm.name, "seed": seed}, run, Run)
             record = RunRecord.from_json(found)
             for _, plan in record.plans:
@@ -194,11 +194,13 @@ def _undisturbed(
     seed: int,
     protocol: Protocol,
     on_progress: Callable[[str, int, float], None] | None,
+    repetitions: Repetitions,
 ) -> dict[str, Any]:
     """Run an arm on a seed, and once more if the machine was busy; return the record that was disturbed less."""
     record = _run_arm(job, arm, seed, protocol, on_progress)
-    if is_disturbed(record.waited_frac):
+    if repetitions.is_due(record.waited_frac):
         again = _run_arm(job, arm, seed, protocol, on_progress)
+        repetitions.made(again.waited_frac)
         record = min(record, again, key=lambda one: math.inf if one.waited_frac is None else one.waited_frac)
     return record.to_json()
 

@@ -16,6 +16,8 @@ _BUSY_FRAC = 0.1
 _TASKS = Path("/proc/self/task")
 _STAT = Path("/proc/stat")
 _MOST_THREADS = 32
+# Repetitions in succession that were disturbed too, after which no more are made.
+_VAIN = 3
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -77,6 +79,36 @@ def busy_frac() -> float:
 def is_disturbed(frac: float | None) -> bool:
     """Return whether a share of waiting makes a measurement's times doubtful."""
     return frac is not None and frac > busy_frac()
+
+
+class Repetitions:
+    """Decides whether disturbed measurements are repeated.
+
+    Where a machine stays busy, repeating every measurement would double the time for nothing: after three repetitions
+    in succession that were disturbed too, no more are made until a measurement is undisturbed.
+    """
+
+    def __init__(self) -> None:
+        self._vain = 0
+
+    def is_due(self, frac: float | None) -> bool:
+        """Return whether a measurement is to be repeated.
+
+        Args:
+            frac: the share of the time that it waited.
+        """
+        if is_disturbed(frac):
+            return self._vain < _VAIN
+        self._vain = 0
+        return False
+
+    def made(self, frac: float | None) -> None:
+        """Note a repetition that was made.
+
+        Args:
+            frac: the share of the time that it waited.
+        """
+        self._vain = self._vain + 1 if is_disturbed(frac) else 0
 
 
 def mean_wait(parts: Sequence[tuple[float, float | None]]) -> float | None:

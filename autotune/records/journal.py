@@ -19,7 +19,7 @@ from autotune.errors import RunDirectoryError
 from autotune.io.documents import Count, Seconds, document, validated
 from autotune.io.files import append_json_line, open_for_appending, parse_line, read_bytes
 from autotune.measurement import Measurement, quieter_window
-from autotune.mechanics.processor_wait import is_disturbed
+from autotune.mechanics.processor_wait import Repetitions
 from autotune.plan import Plan
 from autotune.records.run_directory import BEGUN_WITH, LARGEST_LOG_BYTES, as_run_error, writing
 
@@ -144,6 +144,7 @@ class JournaledEngine(EngineProxy):
         super().__init__(engine)
         self._journal = journal
         self._prepared = 0
+        self._repetitions = Repetitions()
 
     def prepare(self, plan: Plan, steps: int) -> None:
         """Start a window that will be requested, unless the journal has its result."""
@@ -154,7 +155,8 @@ class JournaledEngine(EngineProxy):
     def run(self, steps: int) -> Measurement:
         """Return the next window, from the journal if it is recorded there.
 
-        A window that was disturbed by other programs is repeated once; the steps of both count.
+        A window that was disturbed by other programs is repeated once, unless repetitions prove vain; the steps of both
+        count.
 
         Raises:
             EngineError: if the engine was closed.
@@ -167,9 +169,11 @@ class JournaledEngine(EngineProxy):
 
     def _undisturbed(self, steps: int) -> Measurement:
         window = super().run(steps)
-        if window.failure is not None or not is_disturbed(window.waited_frac):
+        if window.failure is not None or not self._repetitions.is_due(window.waited_frac):
             return window
-        return quieter_window(window, super().run(steps))
+        again = super().run(steps)
+        self._repetitions.made(again.waited_frac)
+        return quieter_window(window, again)
 
 
 def _finite(document: dict[str, Any]) -> dict[str, Any]:
