@@ -172,7 +172,7 @@ def test_a_run_explains_each_units_other_choices_without_its_job(
 ) -> None:
     assert run(["explain", str(tuned), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert any("recomput" in (row["others"] or "") for row in rows)
+    assert any(row["others"] for row in rows)
     assert run(["explain", str(tuned)]) == 0
     shown = capsys.readouterr().out
     assert "another choice" in shown

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.agents.planner import close_plans, greedy_plan
+from autotune.agents.planner import close_plans, densest_plan, greedy_plan
 from autotune.agents.search_methods import METHODS
 from autotune.cost_model import solver
 from autotune.cost_model.memory_model import peak_bytes
@@ -27,7 +27,7 @@ from autotune.cost_model.solver import (
 )
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError
-from autotune.plan import Precision
+from autotune.plan import Plan, Precision
 from autotune.simulator.random_jobs import Shape, draw_profile
 
 ALL = (Precision.FP32, Precision.BF16, Precision.FP16)
@@ -143,6 +143,31 @@ def test_greedy_plan_fits_and_is_never_better_than_exact(seed: int, share: float
         return
     assert peak_bytes(profile, plan) <= budget
     assert seconds_per_step(profile, plan) >= solve(profile, budget).seconds_per_step * (1 - 1e-9)
+
+
+@settings(max_examples=20)
+@given(seeds, st.sampled_from(SHARES), st.sampled_from(["fixed", "adaptive"]))
+def test_densest_plan_has_the_most_samples_per_second_and_byte_of_the_k_that_fit(
+    seed: int, share: float, batching: str
+) -> None:
+    profile = drawn(seed, 4, batching=batching)
+    baseline = profile.space.baseline()
+    plans = [baseline.changed(accumulation_steps=k) for k in profile.accumulation_choices]
+    budget = int(share * peak_bytes(profile, baseline))
+    fitting = [plan for plan in plans if peak_bytes(profile, plan) <= budget * (1 - SAFETY_MARGIN)]
+    if not fitting:
+        with pytest.raises(BudgetError, match="fit at no k"):
+            densest_plan(profile, budget)
+        return
+
+    def density(plan: Plan) -> float:
+        samples = profile.batch_size * (plan.accumulation_steps if batching == "adaptive" else 1)
+        return samples / seconds_per_step(profile, plan) / peak_bytes(profile, plan)
+
+    found = densest_plan(profile, budget)
+    assert found in fitting
+    assert density(found) == pytest.approx(max(map(density, fitting)))
+    assert METHODS["k-optimal"].plans(profile, budget, Goal()) == [found]
 
 
 def test_planner_proposes_the_optimum_first():

@@ -1,10 +1,13 @@
-"""Plans from a profile, without training steps: the exact optimum, a greedy plan, and a policy's initial plan."""
+"""Plans from a profile, without training steps: the exact optimum, simpler plans, and a policy's initial plan."""
 
 from __future__ import annotations
+
+import math
 
 from autotune.agents.policies import POLICIES, planning_policy
 from autotune.budget import format_bytes
 from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.paper_equations import optimal_accumulation
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, samples_of_progress, smallest, solve_each
 from autotune.cost_model.time_model import seconds_per_step
@@ -78,6 +81,31 @@ def greedy_plan(profile: Profile, budget_bytes: int | None, goal: Goal) -> Plan:
         return seconds_per_step(profile, plan) / worth
 
     return min(fitting, key=seconds_per_sample)
+
+
+def densest_plan(profile: Profile, budget_bytes: int | None) -> Plan:
+    """Return the baseline's plan at the k with the largest throughput per byte of peak memory, of those that fit.
+
+    Precision and storage stay the baseline's. Throughput is in samples per second, whatever they are worth.
+
+    Raises:
+        BudgetError: if the baseline's plan fits at no k.
+
+    Source: eq. 9 of the paper.
+    """
+    baseline = profile.space.baseline()
+    plans = {k: baseline.changed(accumulation_steps=k) for k in profile.accumulation_choices}
+    peaks = {k: peak_bytes(profile, plan) for k, plan in plans.items()}
+    usable = float("inf") if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
+    fitting = {k: peak for k, peak in peaks.items() if peak <= usable}
+    if not fitting:
+        raise BudgetError(
+            f"memory budget is {format_bytes(budget_bytes or 0)}, and the baseline's precision and storage fit at no k",
+            where="--memory-budget",
+            allowed=f"at least {format_bytes(math.ceil(min(peaks.values()) / (1 - SAFETY_MARGIN)))}, or --method exact",
+        )
+    throughput = {k: (1 if profile.batching == "fixed" else k) / seconds_per_step(profile, plans[k]) for k in fitting}
+    return plans[optimal_accumulation(throughput, fitting)]
 
 
 def _greedy_at(profile: Profile, accumulation_steps: int, usable_bytes: float) -> Plan | None:

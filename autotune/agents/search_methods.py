@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.agents.entry_points import SEARCH_GROUP, Registry
-from autotune.agents.planner import close_plans, greedy_plan, policy_plans
+from autotune.agents.planner import close_plans, densest_plan, greedy_plan, policy_plans
 from autotune.agents.policies import POLICIES, planning_policy
 from autotune.agents.search import RandomSearch, Search, SearchContext
 from autotune.cost_model.profile import Profile
@@ -129,6 +129,10 @@ def _greedy(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[Plan
     return [greedy_plan(profile, budget_bytes, goal)]
 
 
+def _densest(profile: Profile, budget_bytes: int | None, _: Goal) -> list[Plan]:
+    return [densest_plan(profile, budget_bytes)]
+
+
 def _random(context: SearchContext) -> Search:
     return RandomSearch(context.space, context.seed)
 
@@ -158,6 +162,10 @@ for _name, _method in {
     "greedy": PlanningMethod(
         plans=_greedy,
         explanation="lowest precision; recomputed only where that saves most bytes per second, until the plan fits",
+    ),
+    "k-optimal": PlanningMethod(
+        plans=_densest,
+        explanation="eq. 9 of the paper: the k with the most samples per second and byte, all else as is",
     ),
     "exact": PlanningMethod(
         plans=close_plans, explanation="part of the fastest plan that the measured profile predicts to fit"

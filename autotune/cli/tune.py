@@ -40,7 +40,7 @@ def command(
         str,
         typer.Option(
             "--method",
-            help="ppo, planner, exact, greedy, random, optuna, optuna-prices or ppo-scratch.",
+            help="ppo, planner, exact, greedy, k-optimal, random, optuna, optuna-prices or ppo-scratch.",
             autocompletion=completion.methods,
         ),
     ] = "ppo",

@@ -43,7 +43,7 @@ def tune(
 
     Args:
         job: the job, or its reference.
-        method: ``exact``, ``greedy``, ``planner``, ``ppo``, ``random``, ``optuna``, ``optuna-prices`` or
+        method: ``exact``, ``greedy``, ``k-optimal``, ``planner``, ``ppo``, ``random``, ``optuna``, ``optuna-prices`` or
             ``ppo-scratch``.
         memory_budget: bytes, a size (``20GiB``) or a share of the FP32 baseline's peak (``75%``); ``None`` for no
             budget.
