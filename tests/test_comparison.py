@@ -343,7 +343,7 @@ def test_an_arm_whose_network_stood_back_says_in_how_many_windows_and_why() -> N
         {"arms": [arm("exact", {}, {}), arm("ppo", {"once": 5, "dip": 1}, {"once": 4}), {"name": "old", "runs": [{}]}]}
     )
     assert len(lines) == 1
-    assert lines[0].startswith("ppo: the planner decided alone in 5 windows a run, most often for once")
+    assert lines[0].startswith("ppo: the planner decided alone in 10 of the windows of 2 runs, most often for once")
 
 
 @pytest.mark.parametrize("broken", ["a failure after the target", "no metric"])

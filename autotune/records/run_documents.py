@@ -352,7 +352,7 @@ class _Metric:
 
 @document
 class _Busy:
-    """Runs that were disturbed by other programs, also when they were repeated."""
+    """Runs that were disturbed by other programs, also where they were repeated."""
 
     runs: Count
     of: Count

@@ -143,7 +143,7 @@ def disturbed(entries: Sequence[Mapping[str, Any]], busy: Mapping[str, Any]) -> 
     """
     reason = (
         f"the machine was busy: {busy['runs']} of {busy['of']} runs waited for a processor for up to "
-        f"{busy['waited_frac_max']:.0%} of their time, also when they were repeated"
+        f"{busy['waited_frac_max']:.0%} of their time, also where they were repeated"
     )
     return _without_verdicts(entries, reason)
 

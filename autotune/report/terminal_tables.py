@@ -192,9 +192,9 @@ def alone_lines(comparison: Mapping[str, Any]) -> list[str]:
             alone.update(run.get("alone", {}))
         if alone:
             reason, _ = alone.most_common(1)[0]
-            windows = alone.total() / len(arm["runs"])
+            runs = len(arm["runs"])
             lines.append(
-                f"{arm['name']}: the planner decided alone in {windows:.0f} windows a run, most often for {reason}: "
+                f"{arm['name']}: the planner decided alone in {alone.total()} of the windows of {runs} runs, most often for {reason}: "
                 "outside what the network was trained on, or an error in it"
             )
     return lines
