@@ -194,8 +194,8 @@ def alone_lines(comparison: Mapping[str, Any]) -> list[str]:
             reason, _ = alone.most_common(1)[0]
             runs = len(arm["runs"])
             lines.append(
-                f"{arm['name']}: the planner decided alone in {alone.total()} of the windows of {runs} runs, most often "
-                f"for {reason}: outside what the network was trained on, or an error in it"
+                f"{arm['name']}: the planner decided alone in {alone.total()} of the windows of {runs} runs, most "
+                f"often for {reason}: outside what the network was trained on, or an error in it"
             )
     return lines
 
