@@ -91,6 +91,7 @@ def test_process_forked_by_a_job_keeps_the_default_signal_handling() -> None:
 
 def test_signal_raises_an_exception_once() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    hook = sys.unraisablehook
     try:
         end_in_order()
         with pytest.raises(EndedError, match="ended by SIGTERM") as caught:
@@ -99,5 +100,39 @@ def test_signal_raises_an_exception_once() -> None:
         # The same signal again.
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+LOST = """
+import signal, sys, time, weakref
+from autotune.cli.signals import EndedError, end_in_order, interruptible
+
+class Thing:
+    pass
+
+@interruptible
+def work():
+    thing = Thing()
+    # Python drops what this raises.
+    kept = weakref.ref(thing, lambda _: signal.raise_signal({number}))
+    del thing
+    print("goes on", flush=True)
+    time.sleep(60)
+
+# Whatever the test's own process ignores.
+signal.signal({number}, signal.default_int_handler if {number} == signal.SIGINT else signal.SIG_DFL)
+end_in_order()
+try:
+    work()
+except EndedError as error:
+    raise SystemExit(error.code)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_within_a_callback_whose_errors_python_drops_still_ends_the_command(number: signal.Signals) -> None:
+    script = LOST.format(number=int(number))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "goes on\n", "")

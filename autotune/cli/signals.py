@@ -6,6 +6,8 @@ import functools
 import math
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -14,6 +16,8 @@ from typing import Any
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 # A repeated signal within this time counts once: ``timeout`` sends it to the process and to its group.
 _AGAIN_S = 1.0
+# Time after which a signal whose exception was lost is sent again.
+_LOST_S = 0.05
 
 
 class EndedError(BaseException):
@@ -24,6 +28,7 @@ class EndedError(BaseException):
     """
 
     def __init__(self, number: int) -> None:
+        self.number = number
         super().__init__("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
         self.code = 128 + number
 
@@ -42,8 +47,12 @@ def interruptible(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def end_in_order() -> None:
-    """Make termination signals raise :class:`EndedError` in the main thread; ignored signals stay ignored."""
-    process, last = os.getpid(), -math.inf
+    """Make termination signals raise :class:`EndedError` in the main thread; ignored signals stay ignored.
+
+    Python drops an exception that a signal raises within a destructor or a callback of a weak reference. Then the
+    signal is sent again.
+    """
+    process, last, others = os.getpid(), -math.inf, sys.unraisablehook
 
     def end(number: int, _: FrameType | None) -> None:
         nonlocal last
@@ -55,6 +64,19 @@ def end_in_order() -> None:
             last = time.monotonic()
             raise EndedError(number)
 
+    def lost(dropped: sys.UnraisableHookArgs) -> None:
+        nonlocal last
+        if not isinstance(dropped.exc_value, EndedError | KeyboardInterrupt):
+            others(dropped)
+            return
+        last = -math.inf
+        number = dropped.exc_value.number if isinstance(dropped.exc_value, EndedError) else signal.SIGINT
+        # Not at once, since the callback may still be running.
+        again = threading.Timer(_LOST_S, signal.pthread_kill, (threading.main_thread().ident, number))
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = lost
     for number in _ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
