@@ -125,6 +125,43 @@ def attached(found: Document) -> Iterator[str]:
         )
 
 
+def gpu(found: Document) -> Iterator[str]:
+    """Yield the arms of each job on a GPU by memory budget, and whether predictions and attached runs hold."""
+    answers, kept = found["answers"], found["settings"]
+    jobs = ",".join(job["reference"] for job in found["jobs"])
+    yield (
+        f"`autotune bench gpu --jobs {jobs}`, {kept['rounds']} windows of each plan in turn with the fp32 baseline, "
+        f"each arm in a process of its own. {found['ended'].capitalize()} after {found['seconds']:.0f} s. Peaks were "
+        f"predicted within {answers['memory']['worst_frac']:.1%}, times within {answers['time']['worst_frac']:.0%}. A "
+        f"recomputed pass differs from a saved one by at most {answers['exact']['recomputed_frac']:.0e}, a repeated one "
+        f"by {answers['exact']['repeated_frac']:.0e}. Arms with the same plan differ by what processes differ by; one "
+        "whose peak is a little above the baseline's of another process does not fit 100 %."
+    )
+    for job in found["jobs"]:
+        profiled = job["profiled"]
+        yield (
+            f"\n`{job['reference']}` ({', '.join(job['data'])}; {job['parameters'] / 1e6:.0f} M parameters, batch of "
+            f"{job['batch_size']}): baseline {format_bytes(job['baseline']['peak_bytes'])}, "
+            f"{job['baseline']['seconds_per_step'] * 1e3:.0f} ms a step; profile in {profiled['steps']} steps and "
+            f"{profiled['seconds']:.0f} s. Warned: {'; '.join(profiled['warnings']) or 'nothing'}."
+        )
+        shares = [f"within {share:.0%}" for share in kept["shares"]]
+        yield from table(
+            ["arm: times as fast", *shares],
+            (
+                [name, *(f"{one['speedup']:.2f}" if one["fits"] else "no fit" for one in arm["budgets"])]
+                for name, arm in job["arms"].items()
+            ),
+        )
+        yield from table(
+            ["attached", "step time, attached over not", "with one-off costs over 1,000 steps"],
+            (
+                [mode, interval(one["ratio_median"], one["ratio_ci95"]), f"{one['ratio_total_1000_steps']:.2f}"]
+                for mode, one in ((mode, job["attached"][mode]) for mode in ("observe", "act"))
+            ),
+        )
+
+
 def overhead(found: Document) -> Iterator[str]:
     """Yield what measuring costs a step."""
     where = f"{found['ranks']} ranks, ZeRO stage {found['zero_stage']}" if "ranks" in found else "one process"
@@ -237,6 +274,7 @@ KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
     "attach": ("Attached to live training", attached),
     "batching": ("Adaptive batching", batching),
     "reproduce": ("The paper's tables, on small jobs", reproduced),
+    "gpu": ("On a GPU", gpu),
     "overhead": ("What measuring costs", overhead),
     "cluster": ("Several workers", cluster),
     "simulator": ("The simulator", simulator),
@@ -256,7 +294,10 @@ def page() -> str:
                 found = json.loads(path.read_text())
                 left.discard(path.name)
                 lines.append(f"### {path.stem}\n")
-                facts = [found["device"], *([f"`{found['command']}`"] if "command" in found else [])]
+                facts = [
+                    found.get("device") or found["machine"]["device"],
+                    *([f"`{found['command']}`"] if "command" in found else []),
+                ]
                 facts += [f"`runs/benchmarks/{path.parent.name}/{path.name}`", *filter(None, [found.get("note")])]
                 lines.append("; ".join(facts).rstrip(".") + ".\n")
                 lines += render(found)

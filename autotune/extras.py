@@ -34,7 +34,9 @@ def install_command(module: str) -> str:
     if module == "deepspeed":
         # Its build asks for torch, which a build of its own does not see.
         return "pip install 'torch>=2.11,<2.14' wheel ninja && pip install --no-build-isolation 'deepspeed>=0.19'"
-    return f"pip install {' '.join(_requirements(EXTRAS[module]))}"
+    # A library that every installation has can be missing where only some were copied.
+    found = _requirements(EXTRAS[module]) if module in EXTRAS else [module]
+    return f"pip install {' '.join(found)}"
 
 
 def require(module: str, *, where: str) -> None:

@@ -87,7 +87,9 @@ class Fake:
             "machine": {**machine, "jobs": jobs, "arms": ["baseline", "exact", "attached"]},
             "answers": {**known, "answers": {"memory": {"yes": True, "worst_frac": 0.01}}},
             "known": known,
-            "attached": {"attached": {"act": {}}},
+            "attached": {
+                "attached": {"act": {"ratio_median": 1.01 if self.asked.count("known") else 1.2, "identical": True}}
+            },
         }
         yield answers.get(name, {name: {"budgets": [budget]}})
         if name in self.failing:
@@ -108,6 +110,9 @@ def test_document_is_kept_after_every_part_and_states_how_it_ended() -> None:
     assert sorted(set(arms)) == [0, 1, 2, 3, 4]
     assert kept[-1] == json.loads(json.dumps(document))
     assert "peaks predicted within 5 %: yes (1.0%)" in lines(document)[0]
+    # The job with the largest overhead counts, here the first of two.
+    assert document["answers"]["attach"] == {"yes": False, "frac": pytest.approx(0.2), "identical": True}
+    assert "attached for at most 3 % of the time: no (20.0%)" in lines(document)[0]
     assert "first (baseline 100 B): baseline 60% 1.50x; exact 60% 1.50x" in lines(document)[0]
 
 

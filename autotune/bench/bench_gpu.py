@@ -28,12 +28,14 @@ _ENDING_S, _LEAST_S = 6.0, 3.0
 _MACHINE_S, _ANSWERS_S = 120.0, 180.0
 # Factor by which a part may exceed its equal share of the time left, since other parts may need less than theirs.
 _SHARES = 2.0
-_ATTACHED = "attached"
+_ATTACHED, _ATTACH = "attached", "attach"
+# The largest overhead of an attached tuner on any job at which the answer is yes.
+_OVERHEAD_FRAC = 0.03
 _QUESTIONS = {
     "memory": "peaks predicted within 5 %",
     "time": "times predicted within 10 %",
     "exact": "exact mode as repeatable as the run",
-    "attach": "attached for at most 3 % of the time",
+    _ATTACH: "attached for at most 3 % of the time",
 }
 
 
@@ -221,6 +223,10 @@ class _GpuBench:
         self._write()
 
     def _write(self) -> None:
+        acts = [job[_ATTACHED]["act"] for job in self.document["jobs"] if _ATTACHED in job]
+        if acts:
+            most, same = max(act["ratio_median"] for act in acts) - 1, all(act["identical"] for act in acts)
+            self.document["answers"][_ATTACH] = {"yes": most <= _OVERHEAD_FRAC, "frac": most, "identical": same}
         self.document["seconds"] = time.monotonic() - self._began
         self._keep(self.document)
 
