@@ -133,7 +133,7 @@ def gpu(found: Document) -> Iterator[str]:
         f"`autotune bench gpu --jobs {jobs}`, {kept['rounds']} windows of each plan in turn with the fp32 baseline, "
         f"each arm in a process of its own. {found['ended'].capitalize()} after {found['seconds']:.0f} s. Peaks were "
         f"predicted within {answers['memory']['worst_frac']:.1%}, times within {answers['time']['worst_frac']:.0%}. A "
-        f"recomputed pass differs from a saved one by at most {answers['exact']['recomputed_frac']:.0e}, a repeated one "
+        f"recomputed pass differs from a saved one by {answers['exact']['recomputed_frac']:.0e}, a repeated one "
         f"by {answers['exact']['repeated_frac']:.0e}. Arms with the same plan differ by what processes differ by; one "
         "whose peak is a little above the baseline's of another process does not fit 100 %."
     )
