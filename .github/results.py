@@ -294,10 +294,7 @@ def page() -> str:
                 found = json.loads(path.read_text())
                 left.discard(path.name)
                 lines.append(f"### {path.stem}\n")
-                facts = [
-                    found.get("device") or found["machine"]["device"],
-                    *([f"`{found['command']}`"] if "command" in found else []),
-                ]
+                facts = [found["device"], *([f"`{found['command']}`"] if "command" in found else [])]
                 facts += [f"`runs/benchmarks/{path.parent.name}/{path.name}`", *filter(None, [found.get("note")])]
                 lines.append("; ".join(facts).rstrip(".") + ".\n")
                 lines += render(found)

@@ -215,7 +215,7 @@ def test_gpu_benchmark_runs_on_an_accelerator_in_separate_processes(monkeypatch:
     job = f"{device_jobs.__file__}:job"
     settings = GpuBenchSettings(jobs=(job,), rounds=2, attached_steps=20)
     document = bench_gpu(settings, keep=lambda _: None)
-    assert (document["machine"]["device"], document["left_out"]) == ("Fake accelerator", [])
+    assert (document["device"], document["left_out"]) == ("Fake accelerator", [])
     assert document["machine"]["total_bytes"] >= document["machine"]["free_bytes"] > 0
     assert document["answers"]["memory"]["yes"]
     assert document["answers"]["exact"]["yes"]

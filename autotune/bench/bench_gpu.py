@@ -105,6 +105,7 @@ class _GpuBench:
         self.document: dict[str, Any] = {
             "version": 2,
             "benchmark": "gpu",
+            "device": None,
             "ended": NOT_YET,
             "seconds": 0.0,
             "settings": asdict(settings),
@@ -136,6 +137,7 @@ class _GpuBench:
         limit_s = min(_MACHINE_S, self._left_s)
         if self._part("machine", {"part": "machine", **asked}, found.update, limit_s, refuses=True):
             self.document |= {key: found[key] for key in ("machine", "environment", "folder")}
+            self.document["device"] = found["machine"]["device"]
             self._jobs(found)
 
     @property
