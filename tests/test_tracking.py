@@ -176,6 +176,39 @@ with open({str(folder / SPOOL)!r}, "a") as file:
     assert found == [("first", "KILLED"), ("second", "FINISHED"), ("seed 0", "KILLED"), ("trial 0", "FAILED")]
 
 
+BEGINS = """
+import os, sys
+from pathlib import Path
+from autotune.records.to_mlflow import ToMLflow
+from autotune.records.tracking import Tracker
+
+runs, fatal = Path(sys.argv[1]), sys.argv[2]
+begin = ToMLflow.begin
+
+def last(self, name, *about):
+    run = begin(self, name, *about)
+    if name == fatal:
+        # Before its id is saved.
+        os._exit(9)
+    return run
+
+ToMLflow.begin = last if fatal else begin
+tracker = Tracker(runs, runs / "r", "first" if fatal else "second")
+tracker.begin("seed 0" if fatal else "seed 1")
+tracker.close()
+"""
+
+
+@pytest.mark.parametrize("fatal", ["seed 0", pytest.param("first", marks=pytest.mark.slow)])
+def test_run_begun_just_before_a_kill_is_not_begun_again(fatal: str, tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    command = [sys.executable, "-c", BEGINS, str(tmp_path)]
+    assert subprocess.run([*command, fatal], check=False).returncode == 9
+    subprocess.run([*command, ""], check=True)
+    found = sorted(run.info.run_name for run in runs_in(tracking_uri(tmp_path)))
+    assert found == ["first", "second", "seed 0", "seed 1"]
+
+
 MAKES = """
 import sys
 from pathlib import Path

@@ -27,8 +27,15 @@ class Destination:
     def connect(self) -> None:
         """Import the tracker's library, and open or create what holds the runs."""
 
-    def begin(self, name: str, parent: str | None, at_ms: int | None) -> str:
-        """Begin a run, nested in its parent if it has one, and return its id."""
+    def begin(self, name: str, parent: str | None, at_ms: int | None, key: str) -> str:
+        """Begin a run, nested in its parent if it has one, and return its id.
+
+        Args:
+            name: name of the run.
+            parent: the parent's id.
+            at_ms: when it began.
+            key: hexadecimal digits that no other run has. A process that was killed may have begun this run already.
+        """
         return name
 
     def params(self, run: str, values: Mapping[str, str]) -> None:

@@ -20,6 +20,8 @@ from autotune.records.destinations import Destination, LeftOutError
 EXPERIMENT, DATABASE, ARTIFACTS = "autotune", "mlflow.db", "artifacts"
 # By this tag, MLflow's pages show what belongs to the training of models, not to language models in use.
 _TAGS = {"mlflow.experimentKind": "custom_model_development"}
+# The tag with a run's key.
+_KEY = "autotune.key"
 # Error codes of a server for records that it will never accept.
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 # Seconds within which a running server answers.
@@ -39,6 +41,8 @@ class ToMLflow(Destination):
         self._runs = runs
         self._client: Any = None
         self._experiment: str | None = None
+        # Only the first run of a process may have been begun before, by a process that was killed.
+        self._has_begun = False
 
     def connect(self) -> None:
         """Import the library, and open or create what holds the runs."""
@@ -69,11 +73,15 @@ class ToMLflow(Destination):
         else:
             self._experiment = self._client.create_experiment(EXPERIMENT, tags=_TAGS)
 
-    def begin(self, name: str, parent: str | None, at_ms: int | None) -> str:
+    def begin(self, name: str, parent: str | None, at_ms: int | None, key: str) -> str:
         """Begin a run and return its id."""
-        tags = {} if parent is None else {"mlflow.parentRunId": parent}
-        run = self._client.create_run(self._experiment, start_time=at_ms, run_name=name, tags=tags)
-        return str(run.info.run_id)
+        found = [] if self._has_begun else self._client.search_runs([self._experiment], f"tags.`{_KEY}` = '{key}'")
+        if not found:
+            nested = {} if parent is None else {"mlflow.parentRunId": parent}
+            tags = {_KEY: key, **nested}
+            found = [self._client.create_run(self._experiment, start_time=at_ms, run_name=name, tags=tags)]
+        self._has_begun = True
+        return str(found[0].info.run_id)
 
     def params(self, run: str, values: Mapping[str, str]) -> None:
         """Log parameters."""

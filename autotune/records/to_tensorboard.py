@@ -42,7 +42,7 @@ class ToTensorBoard(Destination):
         self._root.mkdir(parents=True, exist_ok=True)
         import tensorboard  # noqa: F401 - fails now, before anything is written
 
-    def begin(self, name: str, parent: str | None, at_ms: int | None) -> str:
+    def begin(self, name: str, parent: str | None, at_ms: int | None, key: str) -> str:
         """Begin a run and return its id."""
         own = re.sub(r"[^A-Za-z0-9_=-]+", "-", name)[:_LONGEST]
         base = self._folder.name if parent is None else f"{self._folder.name}/{own}"

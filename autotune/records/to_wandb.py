@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,13 +47,12 @@ class ToWandb(Destination):
                 raise InputError(f"WANDB_MODE is {self._mode!r} without a key", where="wandb", allowed=_REMEDY)
             self._mode = "offline"
 
-    def begin(self, name: str, parent: str | None, at_ms: int | None) -> str:
+    def begin(self, name: str, parent: str | None, at_ms: int | None, key: str) -> str:
         """Begin a run and return its id."""
-        # An id of its own: the environment may name the user's run.
-        own, job_type = secrets.token_hex(8), "command" if parent is None else "run"
+        # An id of its own, since the environment may name the user's run, and the same one when it is begun again.
         began = {} if at_ms is None else {"x_start_time": at_ms / 1e3}
-        self._open[own] = self._init(began, id=own, name=name, job_type=job_type)
-        return own
+        self._open[key] = self._init(began, id=key, name=name, job_type="command" if parent is None else "run")
+        return key
 
     def params(self, run: str, values: Mapping[str, str]) -> None:
         """Log parameters."""

@@ -7,6 +7,7 @@ to the file, and the next command sends them.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import queue
@@ -312,7 +313,9 @@ class _Sender:
     def _dispatch(self, record: Row) -> None:
         kind, values, at_ms = record["kind"], record["values"], record.get("time_ms")
         if kind == "begin":
-            run = self._to.begin(values["name"], self._cursor.ids.get(values["parent"] or ""), at_ms)
+            own = f"{self._folder.name}/{record['run']}/{at_ms}"
+            key = hashlib.sha256(own.encode(errors="surrogateescape")).hexdigest()[:32]
+            run = self._to.begin(values["name"], self._cursor.ids.get(values["parent"] or ""), at_ms, key)
             self._cursor = replace(self._cursor, ids={**self._cursor.ids, record["run"]: run})
             return
         found = self._cursor.ids.get(record["run"])
