@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -310,6 +313,56 @@ def test_profile_of_another_version_names_its_origin(tmp_path: Path):
 def test_profile_key_depends_on_the_model_and_not_on_the_weights():
     assert profile_key(gpt_job(), "a") == profile_key(gpt_job(), "a")
     assert profile_key(gpt_job(), "a") != profile_key(gpt_job(), "b")
+
+
+WIDTH, CALLS = 2, 0
+
+
+class Edited(nn.Linear):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values).tanh()
+
+
+class Again(nn.Linear):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values).exp()
+
+
+def wide(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).repeat(1, WIDTH).mean()
+
+
+def counted(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    global CALLS
+    CALLS += 1
+    return model(batch).mean()
+
+
+def test_profile_key_depends_on_the_code_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(**other: Any) -> str:
+        job = Job(
+            name="coded",
+            model=lambda: Edited(4, 4),
+            batches=lambda _seed: iter([torch.ones(2, 4)]),
+            loss=wide,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+            evaluate=lambda _model: 0.0,
+            batch_size=2,
+            accumulation_choices=(1, 2),
+        )
+        return profile_key(dataclasses.replace(job, **other), "here")
+
+    def scaled(factor: float) -> Callable[..., torch.Tensor]:
+        return lambda model, batch: factor * wide(model, batch)
+
+    keys = [key(), key(loss=counted), key(loss=scaled(1.0)), key(loss=scaled(2.0)), key(model=lambda: Again(4, 4))]
+    assert len(set(keys)) == len(keys)
+    assert key() == keys[0]
+    # A count that the code itself keeps says nothing about the code.
+    counted(Edited(4, 4), torch.ones(2, 4))
+    assert key(loss=counted) == keys[1]
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", 200)
+    assert key() != keys[0]
 
 
 def test_profiling_leaves_nothing_alive() -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -251,6 +252,18 @@ def test_resumed_comparison_repeats_no_finished_run(
     assert len(ran) == len(set(ran)) == 6
     assert [len(arm["runs"]) for arm in document["arms"]] == [2, 2, 2]
     assert commands.resume(folder, job=str(JOB))["arms"] == document["arms"]
+
+
+def test_resumed_planner_takes_the_profile_with_which_its_run_began(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    document = commands.tune(str(JOB), "exact", memory_budget="60%", runs_dir=runs, report_to="none", steps=60)
+    folder = only(runs)
+    (folder / "tuned.json").unlink()
+    shutil.rmtree(runs / "profiles")
+    again = commands.resume(folder, job=str(JOB))
+    # A profile that is measured again may give other plans, for which the journal has no windows.
+    assert not (runs / "profiles").exists()
+    assert (again["plan"], again["measured"]["cost"]) == (document["plan"], document["measured"]["cost"])
 
 
 def test_campaign_killed_before_its_first_record_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

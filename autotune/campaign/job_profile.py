@@ -11,7 +11,7 @@ from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import require_feasible
 from autotune.mechanics.devices import device_kind, is_accelerator
-from autotune.profiling.profile_cache import Ranked, cached_profile, find_profile, profile_elsewhere
+from autotune.profiling.profile_cache import Ranked, cached_profile, find_profile, profile_elsewhere, read_matching
 from autotune.profiling.profiler import ProfilerOptions
 from autotune.records.run_directory import PROFILE, RunDirectory
 
@@ -43,6 +43,9 @@ def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
         return None
     campaign.reporter.stage("profile the units, once", 1)
     ranked = _ranked(campaign)
+    if campaign.run is not None and (own := read_matching(campaign.run.path / PROFILE, campaign.job, ranked)):
+        # A resumed campaign requests the same plans only from the profile with which it began.
+        return own
     lean = campaign.request.lean
     if ranked is None and campaign.reference is not None and find_profile(campaign.job, campaign.runs) is None:
         profile_elsewhere(campaign.reference, campaign.runs, lean=lean)

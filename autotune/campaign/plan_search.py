@@ -26,6 +26,7 @@ from autotune.agents.search_methods import (
     make_search,
 )
 from autotune.agents.study_store import StudyStore
+from autotune.budget import format_bytes
 from autotune.campaign.baselines import References
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal
@@ -318,10 +319,16 @@ class _Tuning:
             if self._is_feasible(plan, measurement):
                 return plan, measurement, cost
         raise InputError(
-            f"none of the planner's plans fits: {measurement.failure_detail}",
+            f"none of the planner's plans fits: {measurement.failure_detail or self._shown_peak(measurement)}",
             where=f"method {self.method}",
             allowed="a current profile of the job: autotune profile --fresh",
         )
+
+    def _shown_peak(self, measurement: Measurement) -> str:
+        budget = self.references.memory_budget_bytes
+        if measurement.peak_bytes is None or budget is None:
+            return "the last one could not be measured"
+        return f"the last one's peak is {format_bytes(measurement.peak_bytes)} of {format_bytes(budget)}"
 
     def _goal(self) -> Goal:
         gradient = self.references.baseline.gradient

@@ -20,6 +20,7 @@ from autotune.mechanics import devices
 from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.trees import map_tensors, tensors
+from autotune.profiling.code_digest import code_digest
 
 # Number of first batches from which the largest is chosen.
 _CANDIDATES = 8
@@ -61,7 +62,7 @@ def _first_batches(job: Job, seed: int) -> list[Any]:
 
 
 def profile_key(job: Job, device_name: str) -> str:
-    """Return a SHA-256 of everything that a profile depends on, without running the job.
+    """Return a SHA-256 of everything that a profile depends on, the code of the job included, without running it.
 
     Args:
         job: the job; its model is built and its first batch drawn.
@@ -78,6 +79,7 @@ def profile_key(job: Job, device_name: str) -> str:
         "model": [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
         "modules": [[name, f"{kind.__module__}.{kind.__qualname__}"] for name, kind in modules],
         "batch": [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors(batch)],
+        "code": code_digest([job.loss, job.batches, job.count, job.optimizer, model]),
         "optimizer": type(optimizer).__qualname__,
         "batching": [job.batching, job.batch_size, list(job.accumulation_choices)],
         "units": None if job.units is None else list(job.units),

@@ -176,9 +176,24 @@ def find_profile(job: Job, runs: Path, ranked: Ranked | None = None) -> Profile 
     return _read_cached(full, key) or _read_cached(lean, key)
 
 
+def read_matching(path: Path, job: Job, ranked: Ranked | None = None) -> Profile | None:
+    """Return a profile from a file, or ``None`` if the file is missing, damaged, or for another state of the job.
+
+    Args:
+        path: the file.
+        job: the job.
+        ranked: the ranks that train the job together; ``None`` for this process alone.
+    """
+    return _read_cached(path, _key_of(job, ranked))
+
+
+def _key_of(job: Job, ranked: Ranked | None) -> str:
+    return profile_key(job, device_name()) if ranked is None else ranked.key(job, device_name())
+
+
 def _cached_files(job: Job, runs: Path, ranked: Ranked | None) -> tuple[str, tuple[Path, Path]]:
     """Return the key of a job's profiles on this device, and the files of the full and the lean profile."""
-    key = profile_key(job, device_name()) if ranked is None else ranked.key(job, device_name())
+    key = _key_of(job, ranked)
     kind = "" if ranked is None else ranked.kind
     return key, (cache_path(job, runs, key, kind), cache_path(job, runs, key, kind + _LEAN))
 
