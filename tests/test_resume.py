@@ -254,6 +254,16 @@ def test_resumed_comparison_repeats_no_finished_run(
     assert commands.resume(folder, job=str(JOB))["arms"] == document["arms"]
 
 
+def test_interruption_right_after_the_start_names_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Path) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autotune.campaign.steps.send_pending", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        commands.tune(str(JOB), "random", runs_dir=tmp_path, **FEW)  # type: ignore[arg-type]
+    assert caught.value.__notes__ == [str(only(tmp_path))]
+
+
 def test_resumed_planner_takes_the_profile_with_which_its_run_began(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     document = commands.tune(str(JOB), "exact", memory_budget="60%", runs_dir=runs, report_to="none", steps=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -82,12 +83,12 @@ def begin_run(campaign: Campaign, verb: str, config: dict[str, Any]) -> RunDirec
             "asked": asdict(campaign.request),
         },
     )
-    try:
+    with contextlib.ExitStack() as opened:
+        # An interruption here, too, tells how to finish the run.
+        opened.enter_context(run)
         campaign.journal.keep_in(run.path)
         send_pending(campaign.runs)
-    except BaseException:
-        run.close()
-        raise
+        opened.pop_all()
     return run
 
 
