@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.errors import JobError
+from autotune.errors import JobError, one_line
 from autotune.job import Job
 from autotune.own_loop import Few, job_of, labels_counted
 
@@ -127,6 +127,13 @@ def _made(trainer: Any, steps: int) -> tuple[torch.optim.Optimizer, Any]:
     try:
         trainer.create_optimizer_and_scheduler(num_training_steps=steps)
         return trainer.optimizer, trainer.lr_scheduler
+    except Exception as error:
+        # The libraries of some optimizers are not installed with transformers.
+        raise JobError(
+            f"the Trainer cannot make its optimizer or scheduler ({one_line(error)})",
+            where=WHERE,
+            allowed="a Trainer that can train",
+        ) from error
     finally:
         trainer.optimizer, trainer.lr_scheduler = former
         trainer._created_lr_scheduler = created

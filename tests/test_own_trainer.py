@@ -164,6 +164,7 @@ class OwnStep(Trainer):
     [
         ({"kind": OwnStep}, "OwnStep has a training_step of its own"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "ReduceLROnPlateau needs a metric"),
+        ({"optim": "lomo"}, "the Trainer cannot make its optimizer or scheduler .ImportError: .*lomo"),
         ({"torch_compile": True, "torch_compile_backend": "eager"}, "torch_compile is set"),
     ],
 )

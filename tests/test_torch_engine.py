@@ -228,7 +228,7 @@ def test_training_mode_is_restored_even_if_the_evaluation_raises():
     engine = engine_of(gpt_job(evaluate=evaluate))
     engine.model.blocks[1].eval()
     modes = [module.training for module in engine.model.modules()]
-    with pytest.raises(KeyError, match="user"):
+    with pytest.raises(JobError, match="evaluate raised KeyError: 'user'"):
         engine.evaluate()
     assert [module.training for module in engine.model.modules()] == modes
 
@@ -669,6 +669,21 @@ def test_untrainable_job_is_rejected_at_once_in_one_line(changes, message):
         engine_of(perceptron_job(**changes))
     assert "\n" not in str(raised.value)
     assert differences(before, global_generators()) == []
+
+
+def test_an_optimizer_that_raises_is_named_in_one_line():
+    engine = engine_of(perceptron_job(optimizer=torch.optim.SparseAdam))
+    with pytest.raises(JobError, match=r"job '.*': optimizer.step raised RuntimeError: SparseAdam does not support"):
+        engine.run(1)
+
+
+class HungryAdam(torch.optim.Adam):
+    def step(self, *args: Any) -> Any:
+        raise MemoryError
+
+
+def test_an_optimizer_that_runs_out_of_memory_is_a_failure_of_the_window():
+    assert engine_of(perceptron_job(optimizer=HungryAdam)).run(1).failure is Failure.OUT_OF_MEMORY
 
 
 def test_inspecting_a_job_changes_no_weight_buffer_mode_or_hook():

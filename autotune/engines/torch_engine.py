@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from autotune.engines.batch_stream import BatchStream
 from autotune.engines.engine import EngineBase
-from autotune.engines.job_checks import ask, build_model, build_optimizer, classify, inspect_job
+from autotune.engines.job_checks import ask, ask_in_step, build_model, build_optimizer, classify, inspect_job
 from autotune.engines.learning_rates import LearningRates
 from autotune.engines.measured_window import StepReport, Window, spent
 from autotune.errors import JobError
@@ -206,12 +206,16 @@ class TorchEngine(EngineBase):
         )
 
     def evaluate(self) -> float:
-        """Return the job's metric in the user's own precision, without changing the training state."""
+        """Return the job's metric in the user's own precision, without changing the training state.
+
+        Raises:
+            JobError: if the job's function raises, or returns no number.
+        """
         modes = {module: module.training for module in self.model.modules()}
         try:
             with self._own_fp32(), randomness.isolated(), torch.no_grad(), controls.suspended(self.model):
                 self.model.eval()
-                metric = self.job.evaluate(self.model)
+                metric = self._asked("evaluate", lambda: self.job.evaluate(self.model), ask)
                 try:
                     return float(metric)
                 except (TypeError, ValueError) as error:
@@ -446,6 +450,22 @@ class TorchEngine(EngineBase):
         """Return a context that computes fp32 as the job's launch choices say."""
         return devices.fp32_computed_in(self.job.launch.fp32)
 
+    def made_update(self, norm: float, *, abandon: bool) -> bool:
+        """Make the update, and return whether it was made and not skipped.
+
+        Args:
+            norm: 2-norm of the gradient.
+            abandon: whether to skip it in any case.
+
+        Raises:
+            JobError: if the job's optimizer raises, unless memory ran out.
+        """
+        return self._asked("optimizer.step", lambda: self.update.finish(norm, abandon=abandon), ask_in_step)
+
+    def _asked(self, part: str, call: Callable[[], Any], ask_for: Callable[[Job, str, Callable[[], Any]], Any]) -> Any:
+        """Call one of the job's functions; on several ranks, what it raises may be due to another rank and is kept."""
+        return ask_for(self.job, part, call) if self.recovers else call()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a snapshot by name, without those of the optimizer."""
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -505,7 +525,7 @@ class _Attempt:
         """Clip and make the update; skip it if the loss or the gradient is not finite."""
         self._engine.update.clip(self.norm)
         self.updating = True
-        self.stepped = self._engine.update.finish(self.norm, abandon=not math.isfinite(self.loss))
+        self.stepped = self._engine.made_update(self.norm, abandon=not math.isfinite(self.loss))
 
     def _pieces(self, *, may_split: bool) -> list[Any]:
         engine = self._engine
