@@ -126,7 +126,6 @@ def _made(trainer: Any, steps: int) -> tuple[torch.optim.Optimizer, Any]:
     created = getattr(trainer, "_created_lr_scheduler", False)
     try:
         trainer.create_optimizer_and_scheduler(num_training_steps=steps)
-        return trainer.optimizer, trainer.lr_scheduler
     except Exception as error:
         # The libraries of some optimizers are not installed with transformers.
         raise JobError(
@@ -134,6 +133,8 @@ def _made(trainer: Any, steps: int) -> tuple[torch.optim.Optimizer, Any]:
             where=WHERE,
             allowed="a Trainer that can train",
         ) from error
+    else:
+        return trainer.optimizer, trainer.lr_scheduler
     finally:
         trainer.optimizer, trainer.lr_scheduler = former
         trainer._created_lr_scheduler = created

@@ -128,6 +128,10 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     "batches without samples": lambda f: (["tune", f"{JOB}:empty_batches"], "samples"),
     "count that is no number": lambda f: (["tune", f"{JOB}:wrong_count"], "whole number"),
     "runs folder that is a file": lambda f: (["tune", str(JOB), "--runs-dir", str(JOB)], "writable folder"),
+    "runs folder where nothing can be made": lambda f: (
+        ["profile", str(JOB), "--runs-dir", "/proc/runs"],
+        "--runs-dir /proc/runs: cannot be written",
+    ),
     "explaining nothing": lambda f: (["explain", "nothing", "--job", str(JOB)], "a run"),
     "explaining without a job": lambda f: (["explain", "paper"], "--job"),
     "explaining a folder that is no run": lambda f: (["explain", str(JOB.parent)], "config.json"),

@@ -460,7 +460,7 @@ class TorchEngine(EngineBase):
         Raises:
             JobError: if the job's optimizer raises, unless memory ran out.
         """
-        return self._asked("optimizer.step", lambda: self.update.finish(norm, abandon=abandon), ask_in_step)
+        return bool(self._asked("optimizer.step", lambda: self.update.finish(norm, abandon=abandon), ask_in_step))
 
     def _asked(self, part: str, call: Callable[[], Any], ask_for: Callable[[Job, str, Callable[[], Any]], Any]) -> Any:
         """Call one of the job's functions; on several ranks, what it raises may be due to another rank and is kept."""

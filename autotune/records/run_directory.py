@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import platform
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -212,7 +214,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def require_writable(folder: Path, *, where: str = "") -> None:
-    """Check that files and folders can be made in a folder; nothing is written.
+    """Check that folders can be made in a folder, by making one in it or above it and removing it at once.
 
     Args:
         folder: the folder, which need not exist yet.
@@ -226,14 +228,14 @@ def require_writable(folder: Path, *, where: str = "") -> None:
         while not nearest.exists():
             # A dangling link cannot become a folder.
             if nearest.is_symlink():
-                raise NotADirectoryError
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             nearest = nearest.parent
-        fine = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-    except OSError:
-        fine = False
-    if not fine:
+        # Permissions alone do not tell: nobody can make a folder in /proc.
+        Path(tempfile.mkdtemp(prefix=".autotune-", dir=nearest)).rmdir()
+    except OSError as error:
         where = where or f"--runs-dir {folder}"
-        raise RunDirectoryError("cannot be written", where=where, allowed="a writable folder")
+        problem = f"cannot be written ({error.strerror})"
+        raise RunDirectoryError(problem, where=where, allowed="a writable folder") from error
 
 
 def describe_environment(job: Job | None = None) -> dict[str, Any]:
