@@ -32,6 +32,8 @@ class Rule:
     Attributes:
         plan: returns the rule's plan for a space.
         precision_reason: why units compute in their precision.
+        unreduced_reason: the same for a unit that computes in fp32 although the rule means 16 bits; empty for a rule
+            that does not.
         storage_reason: why units are recomputed or not.
         accumulation_reason: why k has its value.
         adaptive: returns the policy that changes the plan under adaptive batching; ``None`` if the plan never changes.
@@ -39,6 +41,7 @@ class Rule:
 
     plan: Callable[[PlanSpace], Plan]
     precision_reason: str = "chosen by the rule"
+    unreduced_reason: str = ""
     storage_reason: str = "chosen by the rule"
     accumulation_reason: str = "chosen by the rule"
     adaptive: Callable[[PlanSpace, Plan], Policy] | None = None
@@ -170,6 +173,7 @@ def _paper(space: PlanSpace) -> Plan:
 _SQRT_REASON = "all but ceil(sqrt(L)) units, at even distances, are recomputed (eq. 19)"
 _KEEP = "nothing is recomputed"
 _ONE = "one micro-batch per step"
+_NO_16_BIT = "fp32, since no 16-bit precision can be chosen here"
 
 for _name, _rule in {
     "baseline": Rule(
@@ -181,12 +185,14 @@ for _name, _rule in {
     "uniform-bf16": Rule(
         plan=_uniform_16_bit,
         precision_reason="every unit computes in 16 bits",
+        unreduced_reason=_NO_16_BIT,
         storage_reason=_KEEP,
         accumulation_reason=_ONE,
     ),
     "recompute-all": Rule(
         plan=_recompute_all,
         precision_reason="every unit computes in 16 bits",
+        unreduced_reason=_NO_16_BIT,
         storage_reason="every recomputable unit is recomputed",
         accumulation_reason=_ONE,
     ),
@@ -199,6 +205,7 @@ for _name, _rule in {
     "paper": Rule(
         plan=_paper,
         precision_reason="16 bits everywhere (bf16 where the device has no fast fp16)",
+        unreduced_reason=_NO_16_BIT,
         storage_reason=_SQRT_REASON,
         accumulation_reason="k = 4 under fixed batching; eq. 6 under adaptive batching",
         adaptive=PaperPolicy,

@@ -72,7 +72,12 @@ def explain_rule(plan: Plan, space: PlanSpace, rule: Rule) -> list[Row]:
     """Return the explanation of a rule's plan."""
 
     def reason(unit: Unit) -> str:
-        return rule.precision_reason + (f"; {rule.storage_reason}" if unit.recomputable else "")
+        precision, found = plan.precision_of(unit.name), rule.precision_reason
+        if precision is Precision.INHERIT:
+            found = "the precision of the job's own code"
+        elif not precision.is_reduced:
+            found = rule.unreduced_reason or found
+        return found + (f"; {rule.storage_reason}" if unit.recomputable else "")
 
     return _rows(plan, space, rule.accumulation_reason, reason)
 
