@@ -56,7 +56,7 @@ class MemoryBudget:
         largest = _LARGEST_TIB * _UNITS["tib"] if self.share is None else _LARGEST_PERCENT / 100
         if (self.size_bytes is None) == (self.share is None) or value is None or not 0 < value <= largest:
             shown = value if self.share is None else f"{100 * self.share:g}%"
-            raise BudgetError(f"memory budget is {shown}", allowed=_ALLOWED)
+            raise BudgetError(f"memory budget is {shown}", where="--memory-budget", allowed=_ALLOWED)
 
     @classmethod
     def text_of(cls, given: str | int | None) -> str | None:

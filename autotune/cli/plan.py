@@ -15,6 +15,7 @@ from autotune.cli.console import BudgetOption, JobArgument, JsonOption
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from autotune.budget import MemoryBudget
     from autotune.cost_model.device_table import DeviceSpec
     from autotune.cost_model.profile import Profile
     from autotune.errors import BudgetError
@@ -42,7 +43,7 @@ def command(
 
     The model is not allocated, so jobs far larger than this machine can be planned. All numbers are estimates.
     """
-    from autotune.budget import format_bytes
+    from autotune.budget import MemoryBudget, format_bytes
     from autotune.catalog import load_job
     from autotune.cost_model.device_table import find_device
     from autotune.cost_model.solver import solve
@@ -50,11 +51,12 @@ def command(
     from autotune.io.files import write_json
     from autotune.profiling.estimator import estimate
 
+    given = None if memory_budget is None else MemoryBudget.parse(memory_budget)
     spec, found = find_device(device), load_job(job)
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"estimate {found.name} on {spec.name}", 1)
         profile = estimate(found, spec, on_progress=bars.advance)
-    budget = _budget(memory_budget, spec, profile)
+    budget = _budget(given, spec, profile)
     try:
         solution = solve(profile, budget)
     except BudgetError as error:
@@ -106,16 +108,14 @@ def _with_advice(error: BudgetError, profile: Profile) -> BudgetError:
     return BudgetError(problem, where=error.where, allowed=error.allowed)
 
 
-def _budget(given: str | None, spec: DeviceSpec, profile: Profile) -> int:
-    from autotune.budget import MemoryBudget
+def _budget(given: MemoryBudget | None, spec: DeviceSpec, profile: Profile) -> int:
     from autotune.cost_model.memory_model import peak_bytes
 
     if given is None:
         return int(spec.usable_bytes * (1 - _HEADROOM))
-    budget = MemoryBudget.parse(given)
-    resolved = budget.resolve(peak_bytes(profile, profile.space.baseline()))
+    resolved = given.resolve(peak_bytes(profile, profile.space.baseline()))
     # Only a measured step shows how much reserved memory stays unused.
-    return int(resolved * (1 - _HEADROOM)) if budget.reserved else resolved
+    return int(resolved * (1 - _HEADROOM)) if given.reserved else resolved
 
 
 def _limit(given: str | None, spec: DeviceSpec, budget: int) -> str:
