@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from autotune.live.settings import Settings
     from autotune.live.tuner import LiveTuner
     from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
-    from autotune.mechanics.controls import apply
+    from autotune.mechanics.applying import apply
     from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
     from autotune.units import Unit, find_units, name_units
 
@@ -120,7 +120,7 @@ _LAZY = {
         "autotune.live.settings": ("Settings",),
         "autotune.live.tuner": ("LiveTuner",),
         "autotune.measurement": ("Failure", "GradientStatistics", "Measurement", "UnitGradient"),
-        "autotune.mechanics.controls": ("apply",),
+        "autotune.mechanics.applying": ("apply",),
         "autotune.plan": ("Launch", "Plan", "PlanSpace", "Precision", "Storage"),
         "autotune.units": ("Unit", "find_units", "name_units"),
     }.items()

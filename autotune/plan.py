@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +29,11 @@ from autotune.units import Unit
 if TYPE_CHECKING:
     import numpy as np
 
+logger = logging.getLogger(__name__)
+
 PLAN_VERSION = 1
+# Most units that a warning names.
+_NAMED = 5
 # A plan of ten thousand units has less than one megabyte.
 _LARGEST_BYTES = 4 * 2**20
 # How products of fp32 numbers can be computed.
@@ -192,6 +198,8 @@ class Plan:
         Raises:
             InputError: if the plan is missing or damaged; naming the first key or value that is not allowed.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise PlanError(f"path is {path!r:.80}", where="Plan.load", allowed="a plan file or a run directory")
         path = Path(path)
         of_run = path.is_dir()
         file = path / "plan.json" if of_run else path
@@ -352,6 +360,24 @@ class PlanSpace:
             storage={name: plan.storage_of(name) for name in self.recomputable},
         )
 
+    def load(self, path: str | Path, *, where: str) -> Plan:
+        """Read a plan file for this space; if it names only some of the units, a warning lists the others.
+
+        Args:
+            path: as for :meth:`Plan.load`.
+            where: name of the file in messages.
+
+        Raises:
+            InputError: as for :meth:`Plan.load` and :meth:`check`.
+        """
+        plan = Plan.load(path)
+        found = self.check(plan, where=where)
+        named = {*plan.precision, *plan.storage}
+        unnamed = [unit.name for unit in self.units if named and unit.name not in named]
+        if unnamed:
+            logger.warning("%s: %s", where, told_unnamed(unnamed))
+        return found
+
     def encode(self, plan: Plan) -> list[int]:
         """Return the index of each of the plan's choices, in the order of :attr:`sizes`.
 
@@ -390,6 +416,12 @@ class PlanSpace:
     def sample(self, generator: np.random.Generator) -> Plan:
         """Return a plan drawn uniformly from the space."""
         return self.decode(generator.integers(self.sizes).tolist())
+
+
+def told_unnamed(units: Sequence[str]) -> str:
+    """Return a clause about units that a plan does not name, although it names others."""
+    more = f" and {len(units) - _NAMED} more" if len(units) > _NAMED else ""
+    return f"the plan does not name {', '.join(map(repr, units[:_NAMED]))}{more} and leaves that part as it is"
 
 
 _Choice = TypeVar("_Choice", Precision, Storage)

@@ -138,7 +138,6 @@ class _Explained:
 def _explain(subject: str, job: str | None, runs: Path) -> _Explained:
     from autotune.agents.rules import RULES, rule_plan
     from autotune.errors import InputError
-    from autotune.plan import Plan
     from autotune.profiling.profile_cache import find_profile
     from autotune.records.results import trials_of
     from autotune.records.run_directory import RunDirectory
@@ -150,7 +149,8 @@ def _explain(subject: str, job: str | None, runs: Path) -> _Explained:
         return _explain_run(path, job, runs)
     if subject not in RULES and path.suffix != ".json":
         allowed = ["a run directory", "a .json plan", *RULES.names]
-        raise InputError(f"{subject!r} does not exist", where="explain", allowed=allowed, given=subject)
+        problem = "is no run, plan or rule" if path.exists() else "does not exist"
+        raise InputError(f"{subject!r} {problem}", where="explain", allowed=allowed, given=subject)
     if job is None:
         raise InputError("no job was given", where="--job", allowed="the job that the plan is for")
     found, space = _space(job)
@@ -158,7 +158,7 @@ def _explain(subject: str, job: str | None, runs: Path) -> _Explained:
         plan = rule_plan(subject, space)
         rows = explanation.explain_rule(plan, space, RULES[subject])
     else:
-        plan = space.check(Plan.load(path), where=str(path))
+        plan = space.load(path, where=str(path))
         if (path.parent / "trials.jsonl").is_file():
             rows = explanation.explain_trials(plan, space, trials_of(RunDirectory(path.parent)))
         else:
@@ -168,7 +168,6 @@ def _explain(subject: str, job: str | None, runs: Path) -> _Explained:
 
 def _explain_run(path: Path, job: str | None, runs: Path) -> _Explained:
     """Explain a run's plan by its own profile; without one, the job is loaded to know its units."""
-    from autotune.plan import Plan
     from autotune.profiling.profile_cache import find_profile, read_profile
     from autotune.records.results import trials_of
     from autotune.records.run_directory import PROFILE, RunDirectory
@@ -183,7 +182,7 @@ def _explain_run(path: Path, job: str | None, runs: Path) -> _Explained:
         name = job or _catalog_job(run)
         found, space = _space(name)
         profile = profile or find_profile(found, runs)
-    plan = space.check(Plan.load(path), where=str(path / "plan.json"))
+    plan = space.load(path, where=str(path / "plan.json"))
     rows = explanation.explain_trials(plan, space, trials_of(run))
     return _Explained(plan=plan, space=space, rows=rows, job=name, profile=profile, budget_bytes=_budget(path))
 
