@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import tiny_job
 import typer
 
 from autotune import extras
@@ -166,6 +167,15 @@ def test_an_interrupted_search_says_how_to_finish_it_and_that_command_finishes_i
     assert shlex.split(finishing)[0] == "resume"
     assert run([*shlex.split(finishing), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tuning_steps"] <= 80
+
+
+def test_a_finished_run_is_not_resumed_for_another_job(
+    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.py").write_text("import tiny_job\n\njob = tiny_job.make(name='other')\n")
+    assert run(["resume", str(tuned), "--job", str(tmp_path / "other.py")]) == 2
+    assert "is a run of the job 'tiny', and 'other' was given" in capsys.readouterr().err
+    assert run(["resume", str(tuned), "--job", tiny_job.__file__]) == 0
 
 
 def test_a_run_explains_each_units_other_choices_without_its_job(

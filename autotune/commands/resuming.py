@@ -151,6 +151,9 @@ def _require_arms_for_any_job(jobs: Sequence[str], arms: Sequence[str]) -> None:
 def _resumed(path: Path, trusted: TrustedInputs, reporter: Reporter) -> dict[str, Any]:
     found = RunDirectory.open(path)
     if found.has(result_name(found.config, str(path))):
+        if isinstance(found.config, TuneConfig | CompareConfig):
+            for given in trusted.jobs:
+                _require_job_of(found, load_job(given))
         return result_of(found, found.config)
     trusted = replace(trusted, run=path)
     with RunDirectory.take_up(path) as run, _naming(path):
@@ -168,6 +171,16 @@ def _resumed(path: Path, trusted: TrustedInputs, reporter: Reporter) -> dict[str
             case TuneConfig() | CompareConfig():
                 return _campaign(run, config, trusted, reporter)
     raise AssertionError(config)
+
+
+def _require_job_of(run: RunDirectory, job: Job) -> None:
+    """Refuse a job of another name than the run's."""
+    if job.name != run.config.job:
+        raise RunDirectoryError(
+            f"is a run of the job {run.config.job!r}, and {job.name!r} was given",
+            where=str(run.path),
+            allowed="the job of the run",
+        )
 
 
 @contextmanager
@@ -196,6 +209,7 @@ def _campaign(
     if run.environment.precisions_excluded is not None:
         known_precisions.keep_all({device_kind(): run.environment.precisions_excluded})
     campaign = prepare(config.asked, trusted, run.path.parent, reporter)
+    _require_job_of(run, campaign.job)
     # Open the journal after the request was checked, since opening it may write a file.
     campaign = replace(campaign, journal=Journal.opened(run.path), run=run)
     if isinstance(config, TuneConfig):
