@@ -7,12 +7,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_env import SPACE
 
 import autotune
+from autotune import Precision
+from autotune.agents.rules import RULES
 from autotune.cli.main import run
+from autotune.report.explanation import explain_rule
 
 JOB = Path(__file__).parent / "tiny_job.py"
 VERBS = [
@@ -84,7 +89,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     "missing module": lambda f: (["tune", "no_such_module:job"], "no_such_module"),
     "attribute that is no job": lambda f: (["tune", f"{JOB}:nothing"], "'nothing' does not exist (allowed: make, job,"),
     "budget that is no size": lambda f: (["tune", str(JOB), "--memory-budget", "banana"], "20GiB"),
-    "budget of zero": lambda f: (["tune", str(JOB), "--memory-budget", "0%"], "share"),
+    "budget of zero": lambda f: (["tune", str(JOB), "--memory-budget", "0%"], "--memory-budget: memory budget is 0%"),
     "budget without a unit": lambda f: (["tune", str(JOB), "--memory-budget", "40"], "20GiB"),
     "budget below every plan": lambda f: (["tune", str(JOB), "--memory-budget", "1KiB"], "at least"),
     "unknown method": lambda f: (["tune", str(JOB), "--method", "magic"], "random, optuna, optuna-prices, ppo-scratch"),
@@ -123,6 +128,10 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     "loss that raises": lambda f: (["tune", f"{JOB}:loss_raises"], "no such luck"),
     "no batches": lambda f: (["tune", f"{JOB}:no_batches"], "at least one batch"),
     "nothing to profile with": lambda f: (["profile", f"{JOB}:no_batches"], "at least one batch"),
+    "planning within no size": lambda f: (
+        ["plan", f"{JOB}:no_batches", "--device", "h100", "--memory-budget", "9ZB"],
+        "--memory-budget: ",
+    ),
     "nothing to plan with": lambda f: (["plan", f"{JOB}:no_batches", "--device", "h100"], "at least one batch"),
     "batches that raise": lambda f: (["profile", f"{JOB}:batches_raise"], "batches raised ValueError: no such luck"),
     "batches without samples": lambda f: (["tune", f"{JOB}:empty_batches"], "samples"),
@@ -132,7 +141,8 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
         ["profile", str(JOB), "--runs-dir", "/proc/runs"],
         "--runs-dir /proc/runs: cannot be written",
     ),
-    "explaining nothing": lambda f: (["explain", "nothing", "--job", str(JOB)], "a run"),
+    "explaining nothing": lambda f: (["explain", "nothing", "--job", str(JOB)], "'nothing' does not exist"),
+    "explaining a job": lambda f: (["explain", str(JOB)], "is no run, plan or rule"),
     "explaining without a job": lambda f: (["explain", "paper"], "--job"),
     "explaining a folder that is no run": lambda f: (["explain", str(JOB.parent)], "config.json"),
     "weights that are two": lambda f: (["tune", str(JOB), "--weights", "1,0"], "three numbers w1,w2,w3"),
@@ -366,6 +376,22 @@ def test_explain_gives_a_reason_for_every_unit(capsys: pytest.CaptureFixture[str
     document = json.loads(capsys.readouterr().out)
     assert [row["unit"] for row in document["rows"]] == ["accumulation_steps", *document["plan"]["precision"]]
     assert all(row["reason"] for row in document["rows"])
+
+
+@pytest.mark.parametrize("name", ["uniform-bf16", "recompute-all", "paper"])
+def test_a_rules_reason_follows_its_plan_where_no_16_bit_precision_is_offered(name: str) -> None:
+    space = replace(SPACE, precisions=(Precision.FP32,))
+    rows = explain_rule(RULES[name].plan(space), space, RULES[name])
+    assert all(row.reason.startswith("fp32, since no 16-bit precision") for row in rows[1:])
+
+
+def test_explain_names_the_units_that_a_plan_file_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = plan_file(tmp_path, precision={"head": "fp32"}, storage={"blocks.0": "recompute"})
+    assert run(["explain", path, "--job", str(JOB), "--json"]) == 0
+    (told,) = caplog.messages
+    assert told.startswith(f"{path}: the plan does not name ")
+    assert "'blocks.1'" in told
+    assert "'blocks.0'" not in told
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autotune
-from autotune import InputError, Job
+from autotune import InputError, Job, Plan, Precision
 from autotune.cli.main import run
 
 
@@ -127,6 +127,13 @@ def test_a_budget_may_be_a_number_of_bytes(tmp_path: Path) -> None:
         (lambda runs: autotune.tune(nn.Linear(2, 2), runs_dir=runs), "job: is a Linear .*Job.from_loader"),
         (lambda runs: autotune.compare(tiny_job.make(), "sqrt", runs_dir=runs), r"arms is 'sqrt' .*\['sqrt'\]"),
         (lambda runs: autotune.compare(tiny_job.make(), ["sqrt"], seeds="2", runs_dir=runs), "seeds is '2'"),
+        (lambda runs: autotune.compare(tiny_job.make(), None, runs_dir=runs), "arms is None .*a list of names"),
+        (lambda runs: autotune.compare(tiny_job.make(), [Plan()], runs_dir=runs), "an arm is a Plan .*a plan file"),
+        (lambda runs: autotune.tune(tiny_job.make(), steps="x", runs_dir=runs), "tune: steps is 'x' .*whole number"),
+        (lambda runs: autotune.tune(tiny_job.make(), lean="x", runs_dir=runs), "tune: lean is 'x'"),
+        (lambda runs: autotune.apply(nn.Linear(2, 2), "plan.json"), "plan is 'plan.json' .*Plan.load"),
+        (lambda runs: autotune.apply("model", Plan()), "model is 'model' .*torch.nn.Module"),
+        (lambda runs: Plan.load(None), "path is None .*a plan file or a run directory"),
     ],
 )
 def test_wrong_types_are_refused_in_one_sentence_before_anything_is_written(
@@ -135,6 +142,22 @@ def test_wrong_types_are_refused_in_one_sentence_before_anything_is_written(
     with pytest.raises(InputError, match=message):
         call(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["0"], ["apply: the plan does not name '1', '2' and leaves that part as it is"]),
+        (["0", "1", "2"], []),
+        ([], []),
+    ],
+)
+def test_units_that_a_plan_does_not_name_are_told(
+    names: list[str], told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    autotune.apply(model, Plan(precision=dict.fromkeys(names, Precision.FP32)))
+    assert caplog.messages == told
 
 
 def test_a_function_of_torch_in_place_of_a_loss_is_refused_with_what_to_give_instead() -> None:

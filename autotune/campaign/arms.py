@@ -29,8 +29,7 @@ def arm_names(given: Sequence[str]) -> list[str]:
     Raises:
         InputError: if a name is empty or repeated, or there is nothing to compare.
     """
-    if isinstance(given, str):
-        raise InputError(f"arms is {given!r}", where="arms", allowed=f"a list of names, as in [{given!r}]")
+    _require_names(given)
     if not all(given) or len({canonical(name, where="--arms") for name in given}) < len(given):
         raise InputError(
             f"arms are {','.join(given)!r}", where="--arms", allowed="different names, separated by commas"
@@ -40,6 +39,16 @@ def arm_names(given: Sequence[str]) -> list[str]:
     if len(set(names) - {GATE}) < 2:
         raise InputError("there is nothing to compare with the baseline", where="--arms", allowed=_allowed())
     return names
+
+
+def _require_names(given: object) -> None:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        example = given if isinstance(given, str) else "sqrt"
+        raise InputError(f"arms is {given!r:.80}", where="arms", allowed=f"a list of names, as in [{example!r}]")
+    for name in given:
+        if not isinstance(name, str):
+            allowed = "the name of a rule or a method, or the path of a plan file (plan.save) or a policy folder"
+            raise InputError(f"an arm is a {type(name).__name__}", where="arms", allowed=allowed)
 
 
 def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
@@ -56,7 +65,7 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
         return Arm(name=name, policy=lambda found: rule_policy(name, found, job))
     path = Path(name)
     if path.suffix == ".json":
-        plan = space.check(Plan.load(path), where=str(path))
+        plan = space.load(path, where=str(path))
         chosen = replace(plan.launch, zero_stage=None)
         if job.launch != Launch() and chosen not in (Launch(), job.launch):
             raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from autotune.campaign import comparison_campaign
 from autotune.campaign.arms import arm_names
 from autotune.campaign.setup import prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
+from autotune.io.documents import validated
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.records.requests import CompareOptions, CompareRequest, recorded_address
@@ -75,6 +77,7 @@ def compare(
         report_to=report_to,
         carbon_intensity=carbon_intensity,
     )
+    validated(CompareOptions, asdict(options), where="compare")
     names = arm_names(arms)
     trusted = TrustedInputs(jobs=[job], arms=names, storage=storage, carbon_intensity=carbon_intensity)
     return run_comparison(options.request(job, names), trusted, Path(runs_dir), reporter or Silent())

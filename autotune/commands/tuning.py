@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.ray_cluster import ClusterOptions
 from autotune.engines.registry import RankOptions
 from autotune.errors import BudgetError
+from autotune.io.documents import validated
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.records.requests import Cluster, Ranks, TuneRequest, recorded_address, reference_of
@@ -88,6 +89,7 @@ def tune(
         watts=watts,
         report_to=report_to,
     )
+    validated(TuneRequest, asdict(request), where="tune")
     trusted = TrustedInputs(
         jobs=[job],
         storage=storage,
