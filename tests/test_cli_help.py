@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import tiny_job
 import typer
+from rich.console import Console
 
 from autotune import extras
 from autotune.budget import MemoryBudget
 from autotune.cli import completion
 from autotune.cli.command_help import HELP
 from autotune.cli.main import app, run
+from autotune.cli.tune import show
 from autotune.errors import BudgetError, InputError
+from autotune.records.requests import TuneRequest
 
 TESTS = Path(__file__).parent
 JOB = TESTS / "tiny_job.py"
@@ -176,6 +179,13 @@ def test_a_finished_run_is_not_resumed_for_another_job(
     assert run(["resume", str(tuned), "--job", str(tmp_path / "other.py")]) == 2
     assert "is a run of the job 'tiny', and 'other' was given" in capsys.readouterr().err
     assert run(["resume", str(tuned), "--job", tiny_job.__file__]) == 0
+
+
+def test_a_suggested_command_can_be_pasted_into_a_shell(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    request = TuneRequest(job="my own é.py", method="exact")
+    show(json.loads((tuned / "tuned.json").read_text()), request, Console(width=1000), as_json=False)
+    _, _, command = capsys.readouterr().out.partition("rely on it: ")
+    assert shlex.split(command)[:5] == ["autotune", "compare", "my own é.py", "--arms", f"baseline,{tuned}/plan.json"]
 
 
 def test_a_run_explains_each_units_other_choices_without_its_job(

@@ -116,6 +116,10 @@ def test_a_job_without_a_target_is_compared_by_time_and_memory_per_sample(tmp_pa
     table = console.export_text()
     assert "time per" in table
     assert "target" not in table + verdict_line(document)
+    zero = {**entry, "metric_difference": -1e-9, "verdict": "slower", "time_ratio_ci95": [1.002, 1.5]}
+    told = verdict_line({**document, "against_baseline": [zero]})
+    assert "(95 % interval 0.67x to 0.998x)" in told
+    assert "final metric +0.00%" in told
     page = page_for(read_campaign(Path(document["run"]))).text
     assert "per sample" in page
     assert "target" not in page.split("<body", 1)[-1].replace(document["run"], "")

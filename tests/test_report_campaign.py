@@ -35,7 +35,7 @@ from autotune.report.costs import arm_costs
 from autotune.report.pareto import front_of, measured_finals, measured_trial
 from autotune.report.sheets import sheets_of
 from autotune.report.terminal_tables import tuned_line, verdict_line
-from autotune.report.wording import changed_milliseconds
+from autotune.report.wording import beside_one, changed_milliseconds, facts
 from autotune.report.writing import page_for
 
 
@@ -428,3 +428,15 @@ def test_failed_windows_are_not_drawn(compared: Path) -> None:
 )
 def test_predicted_changes_of_time_have_two_significant_digits(seconds: float, text: str) -> None:
     assert changed_milliseconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(1.2345, "1.23"), (1.0, "1.00"), (0.9963, "0.996"), (1.0004, "1.0004"), (1.00001, "1.00")]
+)
+def test_a_bound_shows_on_which_side_of_1_it_is(ratio: float, text: str) -> None:
+    assert beside_one(ratio) == text
+
+
+def test_the_facts_of_a_machine_are_rows_of_text() -> None:
+    found = {"fp32": {"matrix products": "tf32"}, "settings": {}, "precisions_excluded": None, "cores": 2}
+    assert facts(found) == [("fp32: matrix products", "tf32"), ("cores", "2")]

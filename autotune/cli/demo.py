@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import replace
 from typing import Annotated
@@ -60,9 +61,9 @@ def command(
         document = commands.run_comparison(request, TrustedInputs(jobs=[job]), runs_dir, bars, verb="demo")
     show(document, output, as_json=as_json)
     output.print(f"That took {(time.perf_counter() - began) / 60:.1f} minutes. To see why this plan was chosen:")
-    output.print(f"    autotune explain {document['run']}", soft_wrap=True)
+    output.print(f"    autotune explain {shlex.quote(document['run'])}", soft_wrap=True)
     output.print(
-        f"All runs are logged to MLflow: mlflow ui --backend-store-uri sqlite:///{runs_dir}/mlflow.db",
+        f"All runs are logged to MLflow: mlflow ui --backend-store-uri {shlex.quote(f'sqlite:///{runs_dir}/mlflow.db')}",
         soft_wrap=True,
     )
 

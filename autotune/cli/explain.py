@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ def command(
     found = _explain(subject, job, runs_dir)
     plan, profile = found.plan, found.profile
     if pareto and profile is None:
-        allowed = f"autotune profile {found.job} first"
+        allowed = f"autotune profile {shlex.quote(found.job)} first"
         raise InputError("the job has no profile yet", where="--pareto", allowed=allowed)
     costs, others = {}, {}
     if profile is not None and plan.accumulation_steps in profile.accumulation_choices:
@@ -63,7 +64,7 @@ def command(
         output.print(f"  {unit}: {effects or 'there is none'}", soft_wrap=True)
     output.print(f"{len(found.space.units)} units, of which {len(found.space.recomputable)} can be recomputed.")
     if not costs:
-        output.print(f"What each unit costs is known after: autotune profile {found.job}")
+        output.print(f"What each unit costs is known after: autotune profile {shlex.quote(found.job)}")
     if front:
         output.print(_front_table(front))
 

@@ -54,7 +54,7 @@ def _table(title: str, run: dict[str, Any]) -> Table:
             row["plan"] or "no plan",
             _seconds(row["predicted_s"]),
             _seconds(row["measured_s"]),
-            "" if row["time_error_frac"] is None else f"{row['time_error_frac']:+.1%}",
+            "" if row["time_error_frac"] is None else f"{row['time_error_frac']:+z.1%}",
             "" if row["predicted_bytes"] is None else format_bytes(int(row["predicted_bytes"])),
             "" if row["measured_bytes"] is None else format_bytes(int(row["measured_bytes"])),
         )

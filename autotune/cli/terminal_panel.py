@@ -5,6 +5,7 @@ Logs may come from anyone, so control characters in their text are escaped.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 
 from rich import box
@@ -108,7 +109,7 @@ def told_time(predicted_s: float | None, measured_s: float | None) -> str:
     told, error = f"{_milliseconds(predicted_s)} predicted", time_error(measured_s, predicted_s)
     if measured_s is None or error is None:
         return f"{told}, none measured yet"
-    return f"{_milliseconds(measured_s)} measured, {told} ({error:+.1%})"
+    return f"{_milliseconds(measured_s)} measured, {told} ({error:+z.1%})"
 
 
 def told_silence(silent_s: float) -> str:
@@ -184,4 +185,4 @@ def farewell(watched: Watched) -> str:
     trips = count(snapshot.trips, "trip") if snapshot.trips else "no trip"
     counts = f"{count(snapshot.switches, 'switch')}, {trips}"
     told = f"{snapshot.ended} after {snapshot.steps:,} steps: {counts}, {_overhead(snapshot)}"
-    return printable(f"autotune: {told}; autotune report {watched.folder}")
+    return printable(f"autotune: {told}; autotune report {shlex.quote(str(watched.folder))}")

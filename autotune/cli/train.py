@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -99,10 +100,11 @@ def _print_fine_tuned(document: dict[str, Any], output: Console) -> None:
 
 def _print_trained(document: dict[str, Any], output: Console) -> None:
     low, high = document["won_percent_ci95"]
+    arms = shlex.quote(f"planner,{document['policy']}")
     output.print(
         f"{document['decisions']:,} decisions in {document['training_s'] / 60:.0f} min; against the planner alone "
         f"{document['won_percent_mean']:+.2f} % of time (95 % interval {low:+.2f} to {high:+.2f}) on jobs it was not "
-        f"trained on. The policy is {document['policy']}: autotune compare JOB --arms planner,{document['policy']}",
+        f"trained on. The policy is {document['policy']}: autotune compare JOB --arms {arms}",
         soft_wrap=True,
     )
 

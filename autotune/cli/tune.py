@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -130,10 +131,11 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
     found = measured["peak_bytes"]
     known = found is not None and measured["baseline_peak_bytes"]
     share = f"{found / measured['baseline_peak_bytes']:.0%}" if known else "an unknown share"
+    compare = shlex.join(["autotune", "compare", job, "--arms", f"baseline,{document['run']}/plan.json"])
     output.print(
         f"{busy_words(measured)}{cost_words(measured['cost'], weights)}, with {share} of its memory{energy}; found in "
         f"{document['tuning_s']:.0f} s and {document['tuning_steps']} real steps. Compare it on fresh seeds before you "
-        f"rely on it: autotune compare {job} --arms baseline,{document['run']}/plan.json"
+        f"rely on it: {compare}"
     )
     output.print(f"Written: {document['run']}/ (report.html, tuned.json, plan.json, figures)", soft_wrap=True)
 

@@ -183,7 +183,7 @@ def _sentence(
     ratio, peaks = entry["time_ratio"], rates["peak_per_s"]
     faster = max(peaks.values()) / peaks[str(Precision.FP32)]
     better = (entry["metric_difference"] > 0) == (experiment.job.goal == "max")
-    quality = f"final metric {entry['metric_difference']:+.2%} ({'better' if better else 'worse'})"
+    quality = f"final metric {entry['metric_difference']:+z.2%} ({'better' if better else 'worse'})"
     if not entry["non_inferior"]:
         quality += ", which these seeds do not show to be within 0.5 %"
     made_of = f"{ratio / samples:.2f} (seconds per sample) x {samples:.2f} (samples to the target)"

@@ -78,7 +78,7 @@ def other_steps(profile: Profile, plan: Plan, budget_bytes: int | None) -> str:
         if k != plan.accumulation_steps and own is not None and other is not None:
             ratio = other.seconds_per_sample / own.seconds_per_sample - 1
             peak = _peak_change(own.peak_bytes, other.peak_bytes, budget_bytes)
-            said.append(f"k = {k}: {ratio:+.1%} time per sample, {peak}")
+            said.append(f"k = {k}: {ratio:+z.1%} time per sample, {peak}")
     return "; ".join(said)
 
 

@@ -12,7 +12,7 @@ from autotune.report.plot import Layer, Mark, Plot, Point, Shape, run_plot
 from autotune.report.rendering import Table, render
 from autotune.report.strips import Course, course_strip
 from autotune.report.svg import Figure, figure_of
-from autotune.report.wording import count, milliseconds, progress, size
+from autotune.report.wording import count, facts, milliseconds, progress, size
 
 # Share of the run's time above which the tuner counts as expensive.
 _EXPENSIVE = 0.01
@@ -53,7 +53,7 @@ def page_of(run: AttachedRun) -> str:
         environment=Table(
             label="Environment",
             columns=("what", "value"),
-            rows=[(key.replace("_", " "), str(value)) for key, value in run.environment.items()],
+            rows=facts(run.environment),
         ),
     )
 
@@ -183,7 +183,7 @@ def _decision_row(one: Decision) -> list[str]:
         milliseconds(one.measured_s),
         size(one.predicted_bytes),
         "" if one.pressure is None else f"{one.pressure:.0%}",
-        "" if one.gain is None else f"{one.gain:+.1%}",
+        "" if one.gain is None else f"{one.gain:+z.1%}",
         one.plan,
         "; ".join(said),
     ]
@@ -224,7 +224,7 @@ def _windows(run: AttachedRun) -> dict[str, Any]:
             f"{row['step']:,}",
             milliseconds(row["predicted_s"]),
             milliseconds(row["measured_s"]),
-            f"{row['time_error_frac']:+.1%}",
+            f"{row['time_error_frac']:+z.1%}",
             size(row["predicted_bytes"]),
             size(row["measured_bytes"]),
         ]

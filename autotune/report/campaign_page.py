@@ -16,6 +16,7 @@ from autotune.report.pareto import Cost, Front, predicted
 from autotune.report.plot import Plot
 from autotune.report.rendering import Table
 from autotune.report.svg import Figure
+from autotune.report.wording import facts
 
 NO_ENERGY = "Energy: absent. No meter could be read on this machine, and nothing is estimated in its place."
 
@@ -45,7 +46,7 @@ def shared_values(run: CampaignRun) -> dict[str, Any]:
     """Return the values that the templates of all campaigns need."""
     found = asdict(run.environment)
     packages, sources = found.pop("packages"), found.pop("data")
-    rows = [(key, str(value)) for key, value in found.items()]
+    rows = facts(found)
     rows += [(name, str(version)) for name, version in packages.items() if version is not None]
     data = [(source["name"], format_bytes(source["size_bytes"]), source["sha256"]) for source in sources]
     return {
@@ -79,10 +80,10 @@ def prediction_of(run: CampaignRun, plans: Sequence[tuple[str, Plan, Cost | None
             name,
             f"{told.seconds_per_sample * 1e3:.3g} ms",
             f"{cost.seconds_per_sample * 1e3:.3g} ms",
-            f"{cost.seconds_per_sample / told.seconds_per_sample - 1:+.1%}",
+            f"{cost.seconds_per_sample / told.seconds_per_sample - 1:+z.1%}",
             format_bytes(told.peak_bytes),
             format_bytes(cost.peak_bytes),
-            f"{cost.peak_bytes / told.peak_bytes - 1:+.1%}",
+            f"{cost.peak_bytes / told.peak_bytes - 1:+z.1%}",
             str(plan),
         ]
         for name, plan, told, cost in pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from autotune.report.palette import arm_look
 from autotune.report.pareto import Cost, Front
 from autotune.report.plot import Axis, Layer, Plot, Point, Shape, axis_around
 from autotune.report.terminal_tables import judged_arms
-from autotune.report.wording import count
+from autotune.report.wording import beside_one, count
 
 _SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _ROW = 30
@@ -97,9 +98,8 @@ def _costs_described(run: CampaignRun, named: Sequence[tuple[str, Cost]], front:
     )
     measured = f"Measured: {arms}. Bars span the lowest and the highest."
     if front is None or run.profile is None:
-        return (
-            f"{measured} Without a profile nothing is predicted; autotune profile {run.job} makes one for the next run."
-        )
+        command = f"autotune profile {shlex.quote(run.job)}"
+        return f"{measured} Without a profile nothing is predicted; {command} makes one for the next run."
     adaptive = _ADAPTIVE if run.profile.batching == "adaptive" else ""
     if front.best is None:
         return f"{measured} No plan is predicted to fit the budget.{adaptive}"
@@ -273,7 +273,7 @@ def speed_plot(comparison: Mapping[str, Any]) -> Plot:
             continue
         middle, high, low = (1 / ratio for ratio in (entry["time_ratio"], *entry["time_ratio_ci95"]))
         rows.append((number, entry["arm"], (low, middle, high)))
-        said.append(f"{entry['arm']} {middle:.2f}x ({low:.2f} to {high:.2f})")
+        said.append(f"{entry['arm']} {middle:.2f}x ({beside_one(low)} to {beside_one(high)})")
     logs = [abs(math.log(end)) for _, _, ratios in rows for end in ratios or ()]
     reach = min(max([*logs, math.log(1.25)]) * 1.05, math.log(_WIDEST))
     layers = [

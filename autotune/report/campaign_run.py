@@ -5,6 +5,7 @@ Reports use only these files: nothing is measured, and no job is loaded.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,9 @@ def read_campaign(folder: Path, profile: Path | None = None) -> CampaignRun:
     name = result_name(config, str(folder))
     if not run.has(name):
         raise RunDirectoryError(
-            f"is not finished: {name} is missing", where=str(folder), allowed=f"autotune resume {folder} first"
+            f"is not finished: {name} is missing",
+            where=str(folder),
+            allowed=f"autotune resume {shlex.quote(str(folder))} first",
         )
     return CampaignRun(
         folder=folder,

@@ -28,7 +28,7 @@ from autotune.report.terminal_tables import (
     sample_time,
     verdict_line,
 )
-from autotune.report.wording import count, size
+from autotune.report.wording import beside_one, count, size
 
 Arm = Mapping[str, Any]
 
@@ -90,7 +90,7 @@ def _cards(document: Mapping[str, Any], best: Mapping[str, Any] | None) -> list[
         (f"speed of {best['arm']}", f"{1 / best['time_ratio']:.2f}x"),
         ("95 % interval", _span(best, "time_ratio_ci95")),
         ("its memory", "unknown" if best["memory_ratio"] is None else f"{best['memory_ratio']:.0%}"),
-        ("final metric", f"{best['metric_difference']:+.2%}"),
+        ("final metric", f"{best['metric_difference']:+z.2%}"),
         ("p (sign flip)", f"{best['p_value']:.3g}"),
         ("tuning pays after", "never" if even is None else count(even, "step")),
     ]
@@ -191,7 +191,7 @@ def _bootstrap(document: Mapping[str, Any]) -> list[str]:
 def _span(entry: Mapping[str, Any] | None, key: str) -> str:
     """Return an interval of the time ratio as an interval of the speed-up; empty without one."""
     bounds = None if entry is None else entry.get(key)
-    return "" if bounds is None else f"{1 / bounds[1]:.2f} to {1 / bounds[0]:.2f}"
+    return "" if bounds is None else f"{beside_one(1 / bounds[1])} to {beside_one(1 / bounds[0])}"
 
 
 def _course_errors(run: CampaignRun, live: Sequence[Arm]) -> list[str]:

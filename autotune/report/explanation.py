@@ -55,7 +55,7 @@ class Effect:
     windows: int
 
     def __str__(self) -> str:
-        return f"time {self.time - 1:+.1%}, peak {self.peak - 1:+.1%} ({self.windows} windows)"
+        return f"time {self.time - 1:+z.1%}, peak {self.peak - 1:+z.1%} ({self.windows} windows)"
 
 
 def _rows(plan: Plan, space: PlanSpace, k_reason: str, unit_reason: Callable[[Unit], str]) -> list[Row]:

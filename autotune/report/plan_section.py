@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from autotune.plan import Plan
@@ -36,7 +37,8 @@ def plan_view(run: CampaignRun, arm: str, plan: Plan) -> dict[str, Any]:
             "choice."
         )
     elif run.profile is None:
-        note = f"The job had no profile: after autotune profile {run.job}, the next run says what each choice costs."
+        command = f"autotune profile {shlex.quote(run.job)}"
+        note = f"The job had no profile: after {command}, the next run says what each choice costs."
     shown = [("steps", "accumulation", [steps.choice], steps), *((*_choice(plan, row.unit), row) for row in rows)]
     return {
         "arm": arm,

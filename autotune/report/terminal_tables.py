@@ -16,6 +16,7 @@ from autotune.mechanics.devices import arithmetic_shown
 from autotune.mechanics.processor_wait import is_disturbed
 from autotune.plan import Plan
 from autotune.report.costs import ArmCost, arm_costs, has_target, peak_of, reached_times
+from autotune.report.wording import beside_one
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
@@ -112,8 +113,8 @@ def verdict_line(comparison: Mapping[str, Any]) -> str:
     does = "reaches the target" if has_target(comparison) else "trains each sample"
     return (
         f"{best_of} {does} {1 / best['time_ratio']:.2f}x as fast as the baseline "
-        f"(95 % interval {low:.2f}x to {high:.2f}x){memory}; final metric {best['metric_difference']:+.2%}; "
-        f"verdict: {best['verdict']}; {seeds} paired seeds{caution}."
+        f"(95 % interval {beside_one(low)}x to {beside_one(high)}x){memory}; "
+        f"final metric {best['metric_difference']:+z.2%}; verdict: {best['verdict']}; {seeds} paired seeds{caution}."
     )
 
 
@@ -228,7 +229,7 @@ def _speedup(entry: Mapping[str, Any] | None) -> str:
     if entry is None or entry["time_ratio"] is None:
         return ""
     low, high = entry["time_ratio_ci95"]
-    return f"{1 / entry['time_ratio']:.2f}x\n({1 / high:.2f} to {1 / low:.2f})"
+    return f"{1 / entry['time_ratio']:.2f}x\n({beside_one(1 / high)} to {beside_one(1 / low)})"
 
 
 def _memory(peak: int | None, baseline: int | None) -> str:

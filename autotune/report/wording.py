@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from autotune.budget import format_bytes
 
@@ -36,6 +38,24 @@ def changed_milliseconds(seconds: float) -> str:
         return "±0 ms" if abs(value) < 1 else f"{value:+.1e} ms"
     digits = 1 - math.floor(math.log10(abs(value)))
     return f"{round(value, digits):+.{max(digits, 0)}f} ms"
+
+
+def beside_one(ratio: float) -> str:
+    """Return a ratio in two digits, or in up to four that show on which side of 1 it is."""
+    shown = [f"{ratio:.{digits}f}" for digits in (2, 3, 4)]
+    return next((text for text in shown if float(text) != 1), shown[0])
+
+
+def facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and values as rows of a table, those of an inner mapping one by one; what is empty is left out."""
+    rows = []
+    for key, value in found.items():
+        name = key.replace("_", " ")
+        if isinstance(value, Mapping):
+            rows += [(f"{name}: {inner}", told) for inner, told in facts(value)]
+        elif value is not None:
+            rows.append((name, str(value)))
+    return rows
 
 
 def size(size_bytes: float | None) -> str:
