@@ -226,7 +226,8 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
         ["bench", "gpu", "--device", "abacus"],
         "device is 'abacus' (allowed: cpu",
     ),
-    "unknown verb": lambda f: (["frobnicate"], "frobnicate"),
+    "unknown verb": lambda f: (["frobnicate"], "'frobnicate'. (allowed: demo, profile, plan, tune,"),
+    "unknown benchmark": lambda f: (["bench", "nope"], "'nope'. (allowed: overhead, solver, simulator,"),
     "unknown option": lambda f: (["tune", str(JOB), "--frobnicate"], "frobnicate"),
     "number that is none": lambda f: (["tune", str(JOB), "--seed", "x"], "seed"),
 }

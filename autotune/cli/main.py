@@ -188,6 +188,9 @@ def _fail_usage(error: BaseException, code: int) -> int:
         print(context.get_help(), file=sys.stderr)
         return code
     formatted = getattr(error, "format_message", lambda: str(error))()
+    listed = getattr(getattr(context, "command", None), "list_commands", None)
+    if listed is not None and formatted.startswith("No such command"):
+        return _fail(f"{formatted} (allowed: {', '.join(listed(context))})", code)
     return _fail(f"{formatted} (see autotune --help)", code)
 
 
