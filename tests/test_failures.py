@@ -24,6 +24,7 @@ from small_models import ReplacedBuffers
 from torch import nn
 
 from autotune import EngineOptions, Failure, Job, TorchEngine
+from autotune.errors import JobError
 
 STEPS = 4
 
@@ -353,12 +354,13 @@ class FaultyOptimizer(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_exception_in_the_optimizer_step_propagates(monkeypatch: pytest.MonkeyPatch):
+def test_exception_in_the_optimizer_step_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(FaultyOptimizer, "error", KeyError("in the optimizer"))
     engine = engine_of(perceptron_job(optimizer=lambda parameters: FaultyOptimizer(parameters, lr=0.1)), 2)
     assert engine.run(1).failure is None
-    with pytest.raises(KeyError, match="in the optimizer"):
+    with pytest.raises(JobError, match=r"optimizer\.step raised KeyError: 'in the optimizer'") as caught:
         engine.run(1)
+    assert isinstance(caught.value.__cause__, KeyError)
     assert engine.update.optimizer.num_steps == 2
 
 
