@@ -152,8 +152,7 @@ def _resumed(path: Path, trusted: TrustedInputs, reporter: Reporter) -> dict[str
     found = RunDirectory.open(path)
     if found.has(result_name(found.config, str(path))):
         if isinstance(found.config, TuneConfig | CompareConfig):
-            for given in trusted.jobs:
-                _require_job_of(found, load_job(given))
+            _require_job_of(found, [load_job(given) for given in trusted.jobs])
         return result_of(found, found.config)
     trusted = replace(trusted, run=path)
     with RunDirectory.take_up(path) as run, _naming(path):
@@ -173,11 +172,12 @@ def _resumed(path: Path, trusted: TrustedInputs, reporter: Reporter) -> dict[str
     raise AssertionError(config)
 
 
-def _require_job_of(run: RunDirectory, job: Job) -> None:
-    """Refuse a job of another name than the run's."""
-    if job.name != run.config.job:
+def _require_job_of(run: RunDirectory, given: Sequence[Job]) -> None:
+    """Refuse jobs of which none has the name of the run's, if any was given."""
+    names = [job.name for job in given]
+    if names and run.config.job not in names:
         raise RunDirectoryError(
-            f"is a run of the job {run.config.job!r}, and {job.name!r} was given",
+            f"is a run of the job {run.config.job!r}, and {' and '.join(map(repr, names))} was given",
             where=str(run.path),
             allowed="the job of the run",
         )
@@ -209,7 +209,7 @@ def _campaign(
     if run.environment.precisions_excluded is not None:
         known_precisions.keep_all({device_kind(): run.environment.precisions_excluded})
     campaign = prepare(config.asked, trusted, run.path.parent, reporter)
-    _require_job_of(run, campaign.job)
+    _require_job_of(run, [campaign.job])
     # Open the journal after the request was checked, since opening it may write a file.
     campaign = replace(campaign, journal=Journal.opened(run.path), run=run)
     if isinstance(config, TuneConfig):
