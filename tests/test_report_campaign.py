@@ -219,7 +219,9 @@ def test_run_without_a_profile_reports_it_and_accepts_one_from_elsewhere(
     page = page_for(read_campaign(folder))
     assert page.front is None
     text = Page(page.text).text
-    assert "the job had no profile" in text.lower()
+    assert "the job had no profile: after autotune.tune(job, method='exact')" in text.lower()
+    change(folder / "config.json", lambda config: config["asked"].update(job="my jobs/mine.py"))
+    assert "after autotune profile 'my jobs/mine.py'" in Page(page_for(read_campaign(folder)).text).text
     assert "exact optimum" not in text
     cached = next((runs / "profiles").glob("*.json"))
     assert page_for(read_campaign(folder, cached)).front is not None

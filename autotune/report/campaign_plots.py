@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -98,8 +97,7 @@ def _costs_described(run: CampaignRun, named: Sequence[tuple[str, Cost]], front:
     )
     measured = f"Measured: {arms}. Bars span the lowest and the highest."
     if front is None or run.profile is None:
-        command = f"autotune profile {shlex.quote(run.job)}"
-        return f"{measured} Without a profile nothing is predicted; {command} makes one for the next run."
+        return f"{measured} Without a profile nothing is predicted; {run.to_profile} makes one for the next run."
     adaptive = _ADAPTIVE if run.profile.batching == "adaptive" else ""
     if front.best is None:
         return f"{measured} No plan is predicted to fit the budget.{adaptive}"

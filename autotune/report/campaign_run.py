@@ -48,6 +48,14 @@ class CampaignRun:
         return self.config.job
 
     @property
+    def to_profile(self) -> str:
+        """Return how to profile the job; a job that was given as an object has no reference for the command line."""
+        reference = self.config.asked.job
+        return (
+            "autotune.tune(job, method='exact')" if reference is None else f"autotune profile {shlex.quote(reference)}"
+        )
+
+    @property
     def compared(self) -> bool:
         """Return whether the campaign is a comparison."""
         return isinstance(self.config, CompareConfig)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 from autotune.plan import Plan
@@ -37,8 +36,7 @@ def plan_view(run: CampaignRun, arm: str, plan: Plan) -> dict[str, Any]:
             "choice."
         )
     elif run.profile is None:
-        command = f"autotune profile {shlex.quote(run.job)}"
-        note = f"The job had no profile: after {command}, the next run says what each choice costs."
+        note = f"The job had no profile: after {run.to_profile}, the next run says what each choice costs."
     shown = [("steps", "accumulation", [steps.choice], steps), *((*_choice(plan, row.unit), row) for row in rows)]
     return {
         "arm": arm,
