@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
+import os
+import subprocess
 import sys
 import time
 import weakref
@@ -363,6 +366,52 @@ def test_profile_key_depends_on_the_code_of_a_step(monkeypatch: pytest.MonkeyPat
     assert key(loss=counted) == keys[1]
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", 200)
     assert key() != keys[0]
+
+
+def test_profile_key_depends_on_what_modules_are_set_to_and_not_on_variables_that_code_assigns() -> None:
+    class Configured(nn.Linear):
+        def __init__(self, chance: float, attention: str) -> None:
+            super().__init__(4, 4)
+            self.dropout = nn.Dropout(chance)
+            self.config = argparse.Namespace(attention=attention, layers=["full", "full"])
+
+    def key(chance: float = 0.1, attention: str = "eager", count: int = 0) -> str:
+        def counting(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            return model(batch).mean()
+
+        job = dataclasses.replace(perceptron_job(), model=lambda: Configured(chance, attention), loss=counting)
+        return profile_key(job, "here")
+
+    keys = [key(), key(chance=0.0), key(attention="sdpa")]
+    assert len(set(keys)) == len(keys)
+    assert key(count=5) == keys[0]
+
+
+KEY = """
+from transformers import GPT2Config, GPT2LMHeadModel
+from small_jobs import perceptron_job
+import dataclasses
+from autotune.profiling.job_shape import profile_key
+
+def key(**options):
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=99, bos_token_id=1, eos_token_id=1, **options)
+    return profile_key(dataclasses.replace(perceptron_job(), model=lambda: GPT2LMHeadModel(config)), "here")
+
+print(key(), key(attn_pdrop=0.0), key(attn_implementation="eager"))
+"""
+
+
+@pytest.mark.slow
+def test_profile_key_of_a_transformer_is_the_same_in_every_process() -> None:
+    found = []
+    for seed in "12":
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", KEY], env=environment, capture_output=True, text=True, check=True)
+        found.append(done.stdout.split())
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3
 
 
 def test_profiling_leaves_nothing_alive() -> None:

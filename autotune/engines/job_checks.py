@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 
-from autotune.errors import AutotuneError, InputError, JobError
+from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.measurement import Failure
 from autotune.mechanics import controls, stepping
@@ -115,32 +115,17 @@ def ask(job: Job, part: str, call: Callable[[], _Answer]) -> _Answer:
     except InputError:
         raise
     except Exception as error:
-        raise _raised(job, part, error) from error
+        raise raised(job, part, error) from error
 
 
-def ask_in_step(job: Job, part: str, call: Callable[[], _Answer]) -> _Answer:
-    """Call one of the job's functions in a step, where the engine must see that memory ran out or the device failed.
+def raised(job: Job, part: str, error: Exception) -> JobError:
+    """Return the error that tells what one of the job's functions raised.
 
     Args:
         job: the job.
         part: name of the function in the job.
-        call: calls that function.
-
-    Raises:
-        JobError: if the function raises anything else.
+        error: what it raised.
     """
-    try:
-        return call()
-    except AutotuneError:
-        raise
-    except Exception as error:
-        # Compared by name: not every version of torch has this class.
-        if is_out_of_memory(error) or type(error).__name__ == "AcceleratorError":
-            raise
-        raise _raised(job, part, error) from error
-
-
-def _raised(job: Job, part: str, error: Exception) -> JobError:
     problem = f"{part} raised {type(error).__name__}: {error}"
     return JobError(problem, where=f"job {job.name!r}", allowed=_CALLED.get(part, ""))
 

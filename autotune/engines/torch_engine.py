@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +19,10 @@ import torch
 
 from autotune.engines.batch_stream import BatchStream
 from autotune.engines.engine import EngineBase
-from autotune.engines.job_checks import ask, ask_in_step, build_model, build_optimizer, classify, inspect_job
+from autotune.engines.job_checks import ask, build_model, build_optimizer, classify, inspect_job, raised
 from autotune.engines.learning_rates import LearningRates
 from autotune.engines.measured_window import StepReport, Window, spent
-from autotune.errors import JobError
+from autotune.errors import AutotuneError, JobError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, devices, randomness, stepping
@@ -215,7 +216,9 @@ class TorchEngine(EngineBase):
         try:
             with self._own_fp32(), randomness.isolated(), torch.no_grad(), controls.suspended(self.model):
                 self.model.eval()
-                metric = self._asked("evaluate", lambda: self.job.evaluate(self.model), ask)
+                # On several ranks, what it raises may be due to another rank.
+                evaluate = functools.partial(self.job.evaluate, self.model)
+                metric = ask(self.job, "evaluate", evaluate) if self.recovers else evaluate()
                 try:
                     return float(metric)
                 except (TypeError, ValueError) as error:
@@ -298,8 +301,12 @@ class TorchEngine(EngineBase):
         except Exception as error:
             # An update may have changed some of the weights, which cannot be undone. Running out of memory there, where
             # the first update creates the optimizer's state, still counts as a failure; anything else is raised.
-            if not self.recovers or (attempt.updating and not devices.is_out_of_memory(error)):
+            if not self.recovers:
                 raise
+            if attempt.updating and not devices.is_out_of_memory(error):
+                if isinstance(error, AutotuneError | torch.AcceleratorError):
+                    raise
+                raise raised(self.job, "optimizer.step", error) from error
             failure, problem = classify(error), f"{type(error).__name__}: {error}"
         except BaseException:
             # After an interrupt the caller can continue from a consistent state.
@@ -450,22 +457,6 @@ class TorchEngine(EngineBase):
         """Return a context that computes fp32 as the job's launch choices say."""
         return devices.fp32_computed_in(self.job.launch.fp32)
 
-    def made_update(self, norm: float, *, abandon: bool) -> bool:
-        """Make the update, and return whether it was made and not skipped.
-
-        Args:
-            norm: 2-norm of the gradient.
-            abandon: whether to skip it in any case.
-
-        Raises:
-            JobError: if the job's optimizer raises, unless memory ran out.
-        """
-        return bool(self._asked("optimizer.step", lambda: self.update.finish(norm, abandon=abandon), ask_in_step))
-
-    def _asked(self, part: str, call: Callable[[], Any], ask_for: Callable[[Job, str, Callable[[], Any]], Any]) -> Any:
-        """Call one of the job's functions; on several ranks, what it raises may be due to another rank and is kept."""
-        return ask_for(self.job, part, call) if self.recovers else call()
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a snapshot by name, without those of the optimizer."""
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -525,7 +516,7 @@ class _Attempt:
         """Clip and make the update; skip it if the loss or the gradient is not finite."""
         self._engine.update.clip(self.norm)
         self.updating = True
-        self.stepped = self._engine.made_update(self.norm, abandon=not math.isfinite(self.loss))
+        self.stepped = self._engine.update.finish(self.norm, abandon=not math.isfinite(self.loss))
 
     def _pieces(self, *, may_split: bool) -> list[Any]:
         engine = self._engine

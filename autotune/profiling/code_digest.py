@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import json
@@ -11,12 +12,14 @@ from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from autotune.mechanics.copies import own_dict
 from autotune.profiling.reachable_code import bound_in, names_in, plain_functions
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_LARGEST_SETTING = 2**31
 # Afterwards, no further code is followed.
 _MOST_OBJECTS = 5000
 _INSTALLED = tuple(
@@ -47,7 +50,7 @@ def code_digest(roots: Iterable[Any]) -> str:
             code = function.__code__
             if not _is_installed(code.co_filename):
                 found.append(("code", _code(code)))
-                assigned |= bound_in(code) | set(code.co_cellvars) | _stored_in(code)
+                assigned |= bound_in(code) | _rebound_in(code)
                 found += [("constant", [name, _plain(value)]) for name, value in _constants(function)]
             waiting += _named(function)
         waiting += _within(one)
@@ -72,20 +75,50 @@ def _code(code: CodeType) -> list[Any]:
     return [code.co_name, code.co_code.hex(), constants, names]
 
 
-def _plain(value: Any) -> str:
+def _plain(value: Any, depth: int = 4) -> str:
     """Return a constant as text that is the same in every process; of other objects, only the type."""
     if isinstance(value, _PLAIN):
         return repr(value)
-    if isinstance(value, frozenset):
-        return f"frozenset {sorted(map(_plain, value))}"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_plain, value))})"
+    if depth and isinstance(value, (tuple, list)):
+        return f"({', '.join(_plain(one, depth - 1) for one in value)})"
+    if depth and isinstance(value, (set, frozenset)):
+        return f"set {sorted(_plain(one, depth - 1) for one in value)}"
     return type(value).__qualname__
 
 
-def _stored_in(code: CodeType) -> set[str]:
-    """Return the names of outer functions' variables that a function may assign."""
-    return {name for inner in code.co_consts if isinstance(inner, CodeType) for name in inner.co_freevars}
+@functools.cache
+def _rebound_in(code: CodeType) -> frozenset[str]:
+    """Return the names of outer functions' variables that a function's code assigns, including its inner functions."""
+    inner = (_rebound_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "DELETE_DEREF"))
+    return frozenset(name for name in own if name in code.co_freevars).union(*inner)
+
+
+def settings_of(module: nn.Module) -> list[list[str]]:
+    """Return names and values of a module's plain attributes, and of those of its configuration.
+
+    They decide what a forward pass does although the code is the same: the probability of a dropout, the implementation
+    of an attention.
+    """
+    held = {"": module, **{name: one for name, one in vars(module).items() if _is_configuration(one)}}
+    return [
+        [owner, name, _plain(value)]
+        for owner, one in held.items()
+        for name, value in own_dict(one).items()
+        if isinstance(value, (*_PLAIN, tuple, list)) and name != "training" and not _is_hash(value)
+    ]
+
+
+def _is_hash(value: Any) -> bool:
+    """Return whether a value may be a hash or an address, which differ from process to process."""
+    return isinstance(value, int) and abs(value) >= _LARGEST_SETTING
+
+
+def _is_configuration(value: Any) -> bool:
+    """Return whether an object of a module only holds settings."""
+    if isinstance(value, (type, nn.Module, torch.Tensor, ModuleType)) or callable(value):
+        return False
+    return bool(own_dict(value))
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:

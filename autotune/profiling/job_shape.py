@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from autotune.cost_model.profile import PROFILE_VERSION
 from autotune.engines.job_checks import ask, build_model, build_optimizer
@@ -20,7 +21,7 @@ from autotune.mechanics import devices
 from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.trees import map_tensors, tensors
-from autotune.profiling.code_digest import code_digest
+from autotune.profiling.code_digest import code_digest, settings_of
 
 # Number of first batches from which the largest is chosen.
 _CANDIDATES = 8
@@ -61,6 +62,10 @@ def _first_batches(job: Job, seed: int) -> list[Any]:
     return found
 
 
+def _told(module: nn.Module) -> list[Any]:
+    return [f"{type(module).__module__}.{type(module).__qualname__}", settings_of(module)]
+
+
 def profile_key(job: Job, device_name: str) -> str:
     """Return a SHA-256 of everything that a profile depends on, the code of the job included, without running it.
 
@@ -73,11 +78,10 @@ def profile_key(job: Job, device_name: str) -> str:
         model = build_model(job)
         batch = ask(job, "batches", lambda: next(iter(job.batches(0)), None))
         optimizer = build_optimizer(job, model)
-    modules = ((name, type(module)) for name, module in model.named_modules())
     facts = {
         "job": job.name,
         "model": [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()],
-        "modules": [[name, f"{kind.__module__}.{kind.__qualname__}"] for name, kind in modules],
+        "modules": [[name, *_told(module)] for name, module in model.named_modules()],
         "batch": [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors(batch)],
         "code": code_digest([job.loss, job.batches, job.count, job.optimizer, model]),
         "optimizer": type(optimizer).__qualname__,
