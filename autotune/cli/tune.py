@@ -135,8 +135,9 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
     output.print(
         f"{busy_words(measured)}{cost_words(measured['cost'], weights)}, with {share} of its memory{energy}; found in "
         f"{document['tuning_s']:.0f} s and {document['tuning_steps']} real steps. Compare it on fresh seeds before you "
-        f"rely on it: {compare}"
+        "rely on it:"
     )
+    output.print(f"    {compare}", soft_wrap=True)
     output.print(f"Written: {document['run']}/ (report.html, tuned.json, plan.json, figures)", soft_wrap=True)
 
 
