@@ -64,7 +64,7 @@ def command(
         output.print(f"  {unit}: {effects or 'there is none'}", soft_wrap=True)
     output.print(f"{len(found.space.units)} units, of which {len(found.space.recomputable)} can be recomputed.")
     if not costs:
-        output.print(f"What each unit costs is known after: autotune profile {shlex.quote(found.job)}")
+        output.print(f"What each unit costs is known after: autotune profile {shlex.quote(found.job)}", soft_wrap=True)
     if front:
         output.print(_front_table(front))
 
