@@ -145,9 +145,10 @@ def gpu(found: Document) -> Iterator[str]:
     yield (
         f"`autotune bench gpu --jobs {jobs}`, {kept['rounds']} windows of each plan in turn with the fp32 baseline, "
         f"each arm in a process of its own. {found['ended'].capitalize()} after {found['seconds']:.0f} s. "
-        f"{_predicted_on_gpu(found)} A recomputed pass differs from a saved one by {answers['exact']['recomputed_frac']:.0e}, a repeated one "
-        f"by {answers['exact']['repeated_frac']:.0e}. Arms with the same plan differ by what processes differ by; one "
-        "whose peak is a little above the baseline's of another process does not fit 100 %."
+        f"{_predicted_on_gpu(found)} A recomputed pass differs from a saved one by "
+        f"{answers['exact']['recomputed_frac']:.0e}, a repeated one by {answers['exact']['repeated_frac']:.0e}. "
+        "Arms with the same plan differ by what processes differ by; one whose peak is a little above the "
+        "baseline's of another process does not fit 100 %."
     )
     for job in found["jobs"]:
         profiled = job["profiled"]
