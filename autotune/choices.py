@@ -67,6 +67,8 @@ class Storage(StrEnum):
         kept_frac: share of the unit's activations that stays allocated, for simulated jobs; profiles measure it.
         extra_forwards: extra time in forward passes of the unit, for simulated jobs; profiles measure it.
         recomputes: whether the backward pass repeats the unit's whole forward pass, for which it keeps the inputs.
+        exact: whether gradients are bit-identical to those of ``save``. Only exact storages are offered without being
+            asked for.
     """
 
     label: str
@@ -74,8 +76,11 @@ class Storage(StrEnum):
     kept_frac: float
     extra_forwards: float
     recomputes: bool
+    exact: bool
 
     SAVE = "save", "kept", "saving"
+    COMPRESS8 = "compress8", "compressed to 8 bits", "compressing to 8 bits", 0.3, 0.5, False, False
+    COMPRESS4 = "compress4", "compressed to 4 bits", "compressing to 4 bits", 0.2, 0.5, False, False
     RECOMPUTE = "recompute", "recomputed", "recomputing", 0.0, 1.0, True
 
     def __new__(
@@ -86,15 +91,18 @@ class Storage(StrEnum):
         kept_frac: float = 1.0,
         extra_forwards: float = 0.0,
         recomputes: bool = False,
+        exact: bool = True,
     ) -> Storage:
         """Make a member with its properties."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.label, member.act = label, act
         member.kept_frac, member.extra_forwards, member.recomputes = kept_frac, extra_forwards, recomputes
+        member.exact = exact
         return member
 
 
-# The default storages of a space.
 STORAGES = tuple(Storage)
+# The storages of a space for which no others were asked.
+EXACT_STORAGES = tuple(storage for storage in Storage if storage.exact)
 REDUCED_PRECISIONS = tuple(precision for precision in Precision if precision.is_reduced)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from autotune.choices import Storage
 from autotune.errors import JobError
 from autotune.plan import Launch
 
@@ -103,6 +104,8 @@ class Job:
             keeps its last rates after its end. It needs fixed batching, under which the number of updates is known.
         clip_norm: the largest 2-norm of a gradient; ``None`` never clips.
         units: names of the modules that are units; ``None`` finds them automatically.
+        storages: names of the storages that plans may choose beside ``save``; ``None`` for all that are exact. Others,
+            such as ``compress8``, give approximate gradients.
         max_steps: steps (of one batch each) after which a run ends even if it has not reached the target.
         evaluate_every: steps between evaluations.
         data_sources: ``() -> sequence of DataSource``; recorded in every run.
@@ -126,6 +129,7 @@ class Job:
     scheduler: SchedulerBuilder | None = None
     clip_norm: float | None = 1.0
     units: Sequence[str] | None = None
+    storages: Sequence[str] | None = None
     max_steps: int = 400
     evaluate_every: int = 5
     data_sources: Callable[[], Sequence[DataSource]] | None = None
@@ -155,6 +159,9 @@ class Job:
         self._require(alone, "scheduler", "None with a schedule, or with adaptive batching")
         named = self.units is None or (not isinstance(self.units, str) and _are_texts(self.units))
         self._require(named, "units", "a list of module names, or None")
+        allowed = f"a list of some of {', '.join(Storage)}; or None"
+        known = self.storages is None or (_are_texts(self.storages) and set(self.storages) <= set(Storage))
+        self._require(known and not isinstance(self.storages, str), "storages", allowed)
         self._check_accumulation_choices()
 
     def _check_accumulation_choices(self) -> None:

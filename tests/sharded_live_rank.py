@@ -14,9 +14,10 @@ import torch.distributed as dist
 from test_live import RESTLESS, Wanders, deep_gpt, gpt_loss, seeded, token_batches
 
 import autotune
+from autotune.choices import EXACT_STORAGES
 from autotune.engines.deepspeed_library import imported
 from autotune.errors import AttachError
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -33,7 +34,9 @@ class Insists:
         self.asked += 1
         if self.asked % 7 == self.rank:
             raise RuntimeError("crashed")
-        return plan.changed(storage=dict.fromkeys(plan.storage, list(Storage)[(self.asked + self.rank) % 2]))
+        return plan.changed(
+            storage=dict.fromkeys(plan.storage, EXACT_STORAGES[(self.asked + self.rank) % len(EXACT_STORAGES)])
+        )
 
     def reset(self) -> None:
         """Do nothing."""

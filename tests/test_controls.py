@@ -20,13 +20,14 @@ from torch import nn
 
 import autotune
 from autotune import Plan, PlanError, Precision, Storage, find_units
+from autotune.choices import EXACT_STORAGES
 from autotune.mechanics import controls
 
 GPT_UNITS = ("embedding", "blocks.0", "blocks.1", "blocks.2", "head")
 gpt_plans = st.builds(
     Plan,
     precision=st.dictionaries(st.sampled_from(GPT_UNITS), st.sampled_from(Precision)),
-    storage=st.dictionaries(st.sampled_from(GPT_UNITS), st.sampled_from(Storage)),
+    storage=st.dictionaries(st.sampled_from(GPT_UNITS), st.sampled_from(EXACT_STORAGES)),
 )
 FULL = Plan(precision=dict.fromkeys(GPT_UNITS, "bf16"), storage=recomputed("blocks.0", "blocks.1", "blocks.2"))
 TOKENS = torch.arange(8).reshape(2, 4)

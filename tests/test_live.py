@@ -26,9 +26,10 @@ from torch import nn
 
 import autotune
 from autotune import AttachError, Limits, Settings
+from autotune.choices import EXACT_STORAGES
 from autotune.live.deciding import find_policy
 from autotune.live.kill_switches import KILL_VARIABLE
-from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
+from autotune.plan import Launch, Plan, PlanSpace, Precision
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -160,7 +161,7 @@ class Wanders:
 
     def decide(self, observation: Any, plan: Plan) -> Plan:
         names = observation.space.recomputable
-        chosen = {name: list(Storage)[int(self.generator.integers(2))] for name in names}
+        chosen = {name: EXACT_STORAGES[int(self.generator.integers(len(EXACT_STORAGES)))] for name in names}
         return plan.changed(storage=chosen)
 
     def reset(self) -> None:

@@ -21,6 +21,7 @@ from small_jobs import (
 from torch import nn
 
 from autotune import Job, Plan, Precision, Storage, TorchEngine
+from autotune.choices import EXACT_STORAGES
 
 # The quick tests switch as often as suffices to switch every unit many times; the slow ones a thousand times.
 QUICK, MANY = 100, 1000
@@ -35,8 +36,8 @@ def switched_and_plain(job: Job, precision: Precision, switches: int) -> None:
     expected_counts = dict.fromkeys(plain.space.recomputable, 0)
     plans: list[Plan] = []
     for step in range(switches):
-        drawn = generator.integers(2, size=len(expected_counts))
-        storage = {name: list(Storage)[choice] for name, choice in zip(expected_counts, drawn, strict=True)}
+        drawn = generator.integers(len(EXACT_STORAGES), size=len(expected_counts))
+        storage = {name: EXACT_STORAGES[choice] for name, choice in zip(expected_counts, drawn, strict=True)}
         switched.apply(base.changed(storage=storage))
         plans.append(switched.plan)
         for name, choice in storage.items():

@@ -63,7 +63,7 @@ def simulated(found: Profile) -> bool:
 
 found = profile(tiny_job.make(accumulation_choices=(1, 2)), device_name="here", options=ProfilerOptions.lean())
 space = found.space
-mixed = space.baseline().changed(storage=dict(zip(space.recomputable, Storage, strict=True)))
+mixed = space.baseline().changed(storage=dict(zip(space.recomputable, space.storages, strict=True)))
 plans = [space.baseline().changed(storage=dict.fromkeys(space.recomputable, NEW)), mixed, space.leanest()]
 budget = int(peak_bytes(found, space.leanest()) / 0.9)
 kept = [segment.costs[f"fp32/{NEW}"].saved_bytes for segment in found.tables[0].segments if segment.unit == "blocks.1"]

@@ -19,6 +19,8 @@ from autotune.plan import Plan, PlanSpace, Precision, Storage
 _FREQUENCIES = 4
 _POSITION = list(UNIT_FEATURES).index("position")
 _PRESENT = list(UNIT_FEATURES).index("present")
+# What a storage's logit is computed from, so that a network does not depend on how many storages there are.
+_STORAGE_FACTS = [[1.0, one.kept_frac, one.extra_forwards, float(one.recomputes)] for one in Storage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class PolicyNetwork(nn.Module):
     """Maps features to the logits of all choices and to a value.
 
     All units share one encoder. The mean and the maximum of the encoded units and the global features form a context,
-    which is an input to every unit's choices. Each k is scored separately, so any set of k is possible.
+    which is an input to every unit's choices. Each k is scored separately, and each storage by its facts, so any sets
+    of them are possible.
 
     Args:
         width: width of every hidden layer.
@@ -77,7 +80,7 @@ class PolicyNetwork(nn.Module):
         self.context_encoder = _two_layers(len(GLOBAL_FEATURES) + 2 * width, width)
         self.unit_decoder = nn.Sequential(linear(2 * width, width), nn.Tanh())
         self.precision_head = linear(width, len(Precision))
-        self.storage_head = linear(width, len(Storage))
+        self.storage_head = linear(width, len(_STORAGE_FACTS[0]))
         self.accumulation_encoder = nn.Sequential(linear(width + 2, width), nn.Tanh())
         self.accumulation_head = linear(width, 1)
         self.value_head = linear(width, 1)
@@ -116,12 +119,17 @@ class PolicyNetwork(nn.Module):
             [
                 self._accumulation_logits(context, layout),
                 self.precision_head(decoded)[..., list(layout.precisions)].flatten(1),
-                self.storage_head(decoded)[:, list(layout.recomputable)][..., list(layout.storages)].flatten(1),
+                self._storage_logits(decoded[:, list(layout.recomputable)], layout).flatten(1),
             ],
             dim=-1,
         )
         # Failed windows cause large value errors, which must not change the features of the choices.
         return logits, self.value_head(context.detach())
+
+    def _storage_logits(self, decoded: torch.Tensor, layout: Layout) -> torch.Tensor:
+        facts = [_STORAGE_FACTS[index] for index in layout.storages]
+        described = torch.tensor(facts, dtype=decoded.dtype, device=decoded.device)
+        return cast("torch.Tensor", self.storage_head(decoded) @ described.T)
 
     def _accumulation_logits(self, context: torch.Tensor, layout: Layout) -> torch.Tensor:
         described = [[math.log2(k) / 4, 1 / k] for k in layout.accumulation_choices]

@@ -21,6 +21,7 @@ from autotune.mechanics.activations import uncopyable_argument
 from autotune.mechanics.buffers import copy_buffers, undo_writes
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
+from autotune.mechanics.storages import offered
 from autotune.own_loop import require_stepped
 from autotune.plan import PlanSpace, Precision
 from autotune.units import Unit, units_of
@@ -84,6 +85,7 @@ def _inspected(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[
         accumulation_choices=choices,
         precisions=_precisions(model, locks),
         k_splits=job.batching == "fixed",
+        storages=offered(job.storages),
     )
     _try_reduced_borders(job, model, piece, space, locks)
     return space, locks

@@ -391,6 +391,7 @@ class Recomputation:
         kept: arguments of the calls since the last backward pass began.
         around: other state that the code can reach, restored during a recomputation; ``None`` for none.
         carriers: names of attributes that are mutable containers or lead to computed tensors, by place of their part.
+        compressions: number of calls whose activations were compressed.
     """
 
     module: nn.Module
@@ -402,6 +403,7 @@ class Recomputation:
     around: Reachable | None = None
     hooks: int | None = None
     carriers: dict[int, set[str]] = field(default_factory=dict)
+    compressions: int = 0
     # Whether recomputations must run to their end; ``None`` if unknown.
     _whole: bool | None = None
     _calls: int = 0

@@ -6,11 +6,18 @@ graph, so a switch to another storage needs no undoing, and graphs that are aliv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
-from autotune.choices import Storage
+from autotune.choices import EXACT_STORAGES, STORAGES, Storage
+from autotune.errors import InputError
 from autotune.mechanics.activations import Recomputation
+from autotune.mechanics.compressed import compressed
+
+# Environment variable that names the storages that plans may choose; worker processes find it, too.
+STORAGES_VARIABLE = "AUTOTUNE_STORAGES"
 
 
 class StorageAct(Protocol):
@@ -19,7 +26,7 @@ class StorageAct(Protocol):
     def __call__(
         self, unit: Recomputation, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], /
     ) -> Any:
-        """Return the outputs of ``forward``, bit-identical to a plain call, as are all gradients.
+        """Return the outputs of ``forward``, bit-identical to a plain call, as are all gradients of an exact storage.
 
         Args:
             unit: the unit's module, and the state of its recomputation.
@@ -31,5 +38,27 @@ class StorageAct(Protocol):
 
 # Every storage but ``save``, which calls the forward as it is.
 ACTS: Mapping[Storage, StorageAct] = {
+    Storage.COMPRESS8: partial(compressed, bits=8),
+    Storage.COMPRESS4: partial(compressed, bits=4),
     Storage.RECOMPUTE: Recomputation.run,
 }
+
+
+def offered(asked: Iterable[str] | None) -> tuple[Storage, ...]:
+    """Return the storages that plans may choose, from the fastest to the leanest; ``save`` is always one of them.
+
+    Args:
+        asked: a job's storages; ``None`` for all that are exact. The environment variable ``AUTOTUNE_STORAGES`` decides
+            instead if it is set, such as ``recompute,compress8``.
+
+    Raises:
+        InputError: if the variable names something else than a storage.
+    """
+    text = os.environ.get(STORAGES_VARIABLE, "").strip()
+    names = [name.strip() for name in text.split(",")] if text else asked
+    if names is None:
+        return EXACT_STORAGES
+    names = set(names)
+    for name in sorted(names.difference(STORAGES)):
+        raise InputError(f"names {name!r}", where=STORAGES_VARIABLE, allowed=list(STORAGES))
+    return tuple(storage for storage in STORAGES if storage in names or storage is Storage.SAVE)

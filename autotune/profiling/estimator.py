@@ -29,6 +29,7 @@ from autotune.mechanics.memory_meter import resident_tensors
 from autotune.mechanics.precision import DTYPES
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase
+from autotune.mechanics.storages import offered
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.plan import Plan, PlanSpace, Precision
 from autotune.profiling.attribution import attribute
@@ -157,6 +158,7 @@ class _FakeRun:
             accumulation_choices=accumulation_choices(job, model, {}),
             precisions=(Precision.INHERIT,) if lowered else self._device.precisions,
             k_splits=job.batching == "fixed",
+            storages=offered(job.storages),
         )
 
     def static_bytes(self) -> int:

@@ -1,11 +1,13 @@
-"""Error of the gradient in low precision, measured unit by unit with the same batch and random numbers."""
+"""Error of the gradient in low precision and under inexact storages, with the same batch and random numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from autotune.choices import Storage
 from autotune.engines.torch_engine import TorchEngine
 from autotune.plan import Plan, Precision
 from autotune.profiling.homogeneous_plans import spread_choices
@@ -40,6 +42,27 @@ def squared_errors(engine: TorchEngine) -> dict[str, dict[str, float]]:
         for name in spread_choices(names, _MAX_UNITS)
     }
     return {name: measured[_nearest(names, name, measured)] for name in names}
+
+
+def storage_errors(engine: TorchEngine) -> dict[Storage, float]:
+    """Return the relative error of the whole gradient, |g' - g| / |g|, if all units have an inexact storage.
+
+    Args:
+        engine: the engine; its training state does not change. Micro-batches are as small as the job allows, and the
+            other plan has the leanest exact storage.
+    """
+    space = engine.space
+    inexact = [storage for storage in space.storages if not storage.exact]
+    if not inexact or not space.recomputable:
+        return {}
+    lean = space.leanest().changed(precision=space.baseline().precision)
+    leanest = [storage for storage in space.storages if storage.exact][-1]
+
+    def gradient(storage: Storage) -> Sequence[torch.Tensor | None]:
+        return engine.gradient(lean.changed(storage=dict.fromkeys(space.recomputable, storage)))
+
+    exact = gradient(leanest)
+    return {storage: math.sqrt(_error(exact, gradient(storage))) for storage in inexact}
 
 
 def _alone(baseline: Plan, name: str, precision: Precision) -> Plan:

@@ -20,6 +20,7 @@ from autotune.job import Job
 from autotune.mechanics import devices
 from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
+from autotune.mechanics.storages import offered
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.profiling.code_digest import code_digest, settings_of
 
@@ -87,6 +88,7 @@ def profile_key(job: Job, device_name: str) -> str:
         "optimizer": type(optimizer).__qualname__,
         "batching": [job.batching, job.batch_size, list(job.accumulation_choices)],
         "units": None if job.units is None else list(job.units),
+        "storages": list(offered(job.storages)),
         "device": device_name,
         "threads": torch.get_num_threads(),
         "versions": [torch.__version__, PROFILE_VERSION],

@@ -24,6 +24,7 @@ from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, StepTrace, rest_of
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.attribution import attribute
+from autotune.profiling.gradient_error import storage_errors
 from autotune.profiling.homogeneous_plans import (
     UPDATE,
     PlanName,
@@ -52,6 +53,9 @@ _VISIT_STEPS = 3
 # A lean profile is timed again if times that should agree differ by more than this factor. On an idle machine they
 # differed by at most 1.16; while tests ran on the same machine, by 1.99.
 _AGREEMENT = 1.3
+# A storage that puts the gradient off by more than this share of its norm is not used. The gradients of two batches
+# differ by more than this in most runs.
+_MOST_ERROR = 0.5
 _NO_ROOM = "a rank ran out of memory"
 
 
@@ -158,6 +162,7 @@ class _Profiler:
     def profile(self, fingerprint: str) -> Profile:
         engine = self._engine
         self._warm_up()
+        self._judge_storages()
         found = self._observe()
         if not found:
             raise JobError("no plan could be profiled", where=f"job {self._job.name!r}", allowed=self._warnings)
@@ -219,6 +224,18 @@ class _Profiler:
             if failure is not Failure.OUT_OF_MEMORY:
                 break
         raise JobError(f"the first step ends with {failure}: {detail}", where="job")
+
+    def _judge_storages(self) -> None:
+        """Tell how far inexact storages put the gradient off, and leave out those that put it off too far."""
+        for storage, error in storage_errors(self._engine).items():
+            size = f"{error:.1%}" if error < _MOST_ERROR else f"more than {_MOST_ERROR:.0%}"
+            told = f"{storage} in all units puts the gradient of a step off by {size}"
+            # Ranks must profile the same storages.
+            if self._engine.decided(not error <= _MOST_ERROR):
+                space = self._engine.space
+                self._engine.space = replace(space, storages=tuple(one for one in space.storages if one != storage))
+                told += ", so no plan may use it"
+            self._warnings.append(told)
 
     def _observe(self) -> dict[PlanName, PlanSteps]:
         """Trace and time the homogeneous plans; leave out units whose calls vary between steps, with a warning."""

@@ -137,6 +137,7 @@ def space_of(plans: Sequence[Plan]) -> PlanSpace:
         ),
         accumulation_choices=tuple(sorted({1, *(plan.accumulation_steps for plan in plans)})),
         precisions=tuple(precision),
+        storages=STORAGES,
     )
 
 

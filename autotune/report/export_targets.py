@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from autotune.choices import STORAGES
 from autotune.engines.job_checks import accumulation_choices, build_model
 from autotune.errors import PlanError
 from autotune.job import Job
@@ -164,7 +165,10 @@ def require_fit(plan: Plan, job: Job, model: nn.Module) -> Plan:
     units = units_of(model, job.units)
     # The target machine may support other precisions than this one.
     space = PlanSpace(
-        units=units, accumulation_choices=accumulation_choices(job, model, {}), precisions=tuple(Precision)
+        units=units,
+        accumulation_choices=accumulation_choices(job, model, {}),
+        precisions=tuple(Precision),
+        storages=STORAGES,
     )
     space.check(plan, where=_WHERE)
     inherited = {unit.name: Precision.INHERIT for unit in units if unit.name not in plan.precision}
