@@ -67,8 +67,7 @@ class Storage(StrEnum):
         kept_frac: share of the unit's activations that stays allocated, for simulated jobs; profiles measure it.
         extra_forwards: extra time in forward passes of the unit, for simulated jobs; profiles measure it.
         recomputes: whether the backward pass repeats the unit's whole forward pass, for which it keeps the inputs.
-        exact: whether gradients are bit-identical to those of ``save``. Only exact storages are offered without being
-            asked for.
+        exact: whether gradients are bit-identical to those of ``save``.
     """
 
     label: str
@@ -79,8 +78,10 @@ class Storage(StrEnum):
     exact: bool
 
     SAVE = "save", "kept", "saving"
+    SELECTIVE = "selective", "partly recomputed", "recomputing cheap operations of", 0.6, 0.15
     COMPRESS8 = "compress8", "compressed to 8 bits", "compressing to 8 bits", 0.3, 0.5, False, False
     COMPRESS4 = "compress4", "compressed to 4 bits", "compressing to 4 bits", 0.2, 0.5, False, False
+    REPLAY = "replay", "mostly recomputed", "recomputing most operations of", 0.15, 0.7
     RECOMPUTE = "recompute", "recomputed", "recomputing", 0.0, 1.0, True
 
     def __new__(
@@ -103,6 +104,7 @@ class Storage(StrEnum):
 
 
 STORAGES = tuple(Storage)
-# The storages of a space for which no others were asked.
 EXACT_STORAGES = tuple(storage for storage in Storage if storage.exact)
+# The storages of a space for which no others were asked.
+DEFAULT_STORAGES = (Storage.SAVE, Storage.RECOMPUTE)
 REDUCED_PRECISIONS = tuple(precision for precision in Precision if precision.is_reduced)

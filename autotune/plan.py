@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autotune.choices import EXACT_STORAGES, REDUCED_PRECISIONS, STORAGES
+from autotune.choices import DEFAULT_STORAGES, REDUCED_PRECISIONS, STORAGES
 from autotune.choices import Precision as Precision
 from autotune.choices import Storage as Storage
 from autotune.errors import PlanError
@@ -253,14 +253,14 @@ class PlanSpace:
         precisions: allowed precisions, the same for every unit; the first is the baseline's.
         k_splits: whether a larger k makes micro-batches smaller (fixed batching), or steps larger (adaptive batching).
         storages: allowed storages, the same for every unit whose storage can be chosen, from the fastest to the
-            leanest; the first is the baseline's. By default those that are exact.
+            leanest; the first is the baseline's. By default ``save`` and ``recompute``.
     """
 
     units: tuple[Unit, ...]
     accumulation_choices: tuple[int, ...]
     precisions: tuple[Precision, ...]
     k_splits: bool = True
-    storages: tuple[Storage, ...] = EXACT_STORAGES
+    storages: tuple[Storage, ...] = DEFAULT_STORAGES
 
     def to_json(self) -> dict[str, Any]:
         """Return the space as a JSON object."""

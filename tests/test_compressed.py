@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from autotune import EngineOptions, InputError, JobError, Plan, Storage, TorchEngine
+from autotune.choices import EXACT_STORAGES
 from autotune.mechanics import controls
-from autotune.mechanics.compressed import _as_bits, _rounded
+from autotune.mechanics.compressed import _rounded, mask_in_bits
 from autotune.mechanics.storages import offered
 from autotune.profiling.profiler import ProfilerOptions, profile
 
@@ -152,11 +153,11 @@ def test_infinite_and_undefined_numbers_stay_visible(bad: float) -> None:
 @pytest.mark.parametrize("shape", [(5,), (8, 3), (4, 7, 9), (1,)])
 def test_masks_are_exact(shape: tuple[int, ...]) -> None:
     mask = torch.rand(shape) < 0.5
-    kept = _as_bits(mask)
+    kept = mask_in_bits(mask)
     assert torch.equal(kept.restored(), mask)
     assert kept.packed.nbytes == -(-mask.numel() // 8)
     turned = mask.transpose(0, -1)
-    assert torch.equal(_as_bits(turned).restored(), turned)
+    assert torch.equal(mask_in_bits(turned).restored(), turned)
 
 
 @pytest.mark.parametrize("storage", COMPRESSED)
@@ -210,13 +211,13 @@ def test_only_exact_storages_are_offered_unless_others_are_asked_for(monkeypatch
     monkeypatch.setenv("AUTOTUNE_STORAGES", "compress4")
     assert offered(["recompute"]) == ("save", "compress4")
     monkeypatch.setenv("AUTOTUNE_STORAGES", "zip")
-    with pytest.raises(InputError, match=r"AUTOTUNE_STORAGES: names 'zip' \(allowed: save, compress8"):
+    with pytest.raises(InputError, match=r"AUTOTUNE_STORAGES: names 'zip' \(allowed: save, selective, compress8"):
         offered(None)
 
 
 @pytest.mark.parametrize("storages", ["recompute", ["zip"], [3], 3])
 def test_a_job_with_other_storages_is_refused(storages: object) -> None:
-    with pytest.raises(JobError, match=r"storages is .*allowed: a list of some of save, compress8"):
+    with pytest.raises(JobError, match=r"storages is .*allowed: a list of some of save, selective, compress8"):
         tiny_job.make(storages=storages)
 
 
@@ -263,5 +264,5 @@ def test_a_profile_tells_the_error_of_the_gradient_and_leaves_out_what_puts_it_t
     told = [warning for warning in found.warnings if "puts the gradient of a step off by" in warning]
     assert [warning.split()[0] for warning in told] == COMPRESSED
     found = profile(tiny_job.make(model=WideNetwork, storages=list(Storage)), device_name="here", options=options)
-    assert found.space.storages == ("save", "recompute")
+    assert found.space.storages == EXACT_STORAGES
     assert sum("more than 50%, so no plan may use it" in warning for warning in found.warnings) == 2

@@ -45,6 +45,7 @@ from autotune.mechanics.copies import (
     has_scalar_attributes,
     is_unchanged,
 )
+from autotune.mechanics.devices import is_accelerator
 from autotune.mechanics.kept import Kept, Objects, Reads, flattened, is_carrier, objects_of, without_graph
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.muting import muted
@@ -392,6 +393,7 @@ class Recomputation:
         around: other state that the code can reach, restored during a recomputation; ``None`` for none.
         carriers: names of attributes that are mutable containers or lead to computed tensors, by place of their part.
         compressions: number of calls whose activations were compressed.
+        selections: number of calls of whose activations some were kept.
     """
 
     module: nn.Module
@@ -404,6 +406,7 @@ class Recomputation:
     hooks: int | None = None
     carriers: dict[int, set[str]] = field(default_factory=dict)
     compressions: int = 0
+    selections: int = 0
     # Whether recomputations must run to their end; ``None`` if unknown.
     _whole: bool | None = None
     _calls: int = 0
@@ -477,6 +480,27 @@ class Recomputation:
         self._last = call if self.keeps else None
         return call
 
+    def may_repeat(self) -> bool:
+        """Return whether operations of the module may be repeated: so far, nothing differed or was written to."""
+        self._settle_difference()
+        return self.barred is None
+
+    def note_difference(self, differs: torch.Tensor) -> None:
+        """Record whether something that was computed again differs.
+
+        Args:
+            differs: a boolean; on an accelerator it is read at the next call, so that the run does not wait for it.
+        """
+        if is_accelerator(differs.device):
+            self._differs = differs if self._differs is None else self._differs | differs
+        elif bool(differs):
+            self.bar_late(_DIFFERS)
+
+    def _settle_difference(self) -> None:
+        differs, self._differs = self._differs, None
+        if differs is not None and bool(differs):
+            self.bar_late(_DIFFERS)
+
     def take(self, repeats: Repeats) -> None:
         """Record the result of a comparison."""
         if isinstance(repeats.differs, torch.Tensor):
@@ -535,9 +559,7 @@ class Recomputation:
             self.hooks = hooks
         if hooks != self.hooks:
             self.barred = "its parts got other hooks after it was probed"
-        differs, self._differs = self._differs, None
-        if differs is not None and bool(differs):
-            self.bar_late(_DIFFERS)
+        self._settle_difference()
         return self.barred is not None
 
     def _copied(self, leaves: Sequence[Any], parts: Sequence[nn.Module], reads: Reads) -> Objects | None:

@@ -34,6 +34,9 @@ _SMALL = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Length of the table of random numbers; a prime, so that successive groups have different ones.
 _NOISE = 4_093
+# The product of eight bytes of 0 or 1 with the first number has them as bits in its highest byte; the product of a byte
+# with it has its bits in the highest bits of eight bytes.
+_DIAGONAL, _ONES = 0x8040201008040201 - 2**64, 0x0101010101010101
 _WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
@@ -51,7 +54,7 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bits:
+class Bits:
     """A mask, eight entries per byte.
 
     Attributes:
@@ -63,10 +66,8 @@ class _Bits:
     like: torch.Tensor
 
     def restored(self) -> torch.Tensor:
-        places = torch.arange(8, dtype=torch.uint8, device=self.packed.device)
-        count = self.like.numel()
-        flat = ((self.packed.unsqueeze(1) >> places) & 1).flatten()[:count].bool()
-        return _shaped(flat, self.like, torch.bool)
+        """Return the mask."""
+        return mask_from_bits(self.packed, self.like, torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,9 @@ class _Packer:
     def __init__(self, bits: int, exact: frozenset[int], smallest: int, number: int) -> None:
         self._bits, self._exact, self._smallest, self._number = bits, exact, smallest, number
         # By identity: the result, and a reference that keeps the storage's address from being used again.
-        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Bits | _Rounded]] = {}
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Bits | _Rounded]] = {}
 
-    def pack(self, tensor: torch.Tensor) -> _Kept | _Bits | _Rounded:
+    def pack(self, tensor: torch.Tensor) -> _Kept | Bits | _Rounded:
         """Return what is kept of a tensor."""
         tensor = tensor.detach()
         if not self._takes(tensor):
@@ -124,9 +125,9 @@ class _Packer:
             self._known[key] = StorageWeakRef(storage), self._packed(tensor)
         return self._known[key][1]
 
-    def _packed(self, tensor: torch.Tensor) -> _Bits | _Rounded:
+    def _packed(self, tensor: torch.Tensor) -> Bits | _Rounded:
         if tensor.dtype is torch.bool:
-            return _as_bits(tensor)
+            return mask_in_bits(tensor)
         return _rounded(tensor, self._bits, self._number + len(self._known))
 
     def _takes(self, tensor: torch.Tensor) -> bool:
@@ -191,15 +192,29 @@ def _rounded(tensor: torch.Tensor, bits: int, number: int) -> _Rounded:
     return _Rounded(codes, scale, lowest, _like(tensor), tensor.dtype)
 
 
-def _as_bits(mask: torch.Tensor) -> _Bits:
-    flat = _flat(mask).to(torch.uint8)
-    padded = torch.zeros(-(-len(flat) // 8) * 8, dtype=torch.uint8, device=mask.device)
-    padded[: len(flat)] = flat
-    columns = padded.view(-1, 8)
-    packed = columns[:, 0].clone()
-    for place in range(1, 8):
-        packed |= columns[:, place] << place
-    return _Bits(packed, _like(mask))
+def mask_in_bits(mask: torch.Tensor) -> Bits:
+    """Return a mask in one bit per entry.
+
+    Args:
+        mask: the mask, of dtype bool.
+    """
+    flat = _flat(mask)
+    if len(flat) % 8:
+        flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)])
+    eight = flat.view(torch.uint8).view(torch.int64)
+    return Bits((eight * _DIAGONAL).bitwise_right_shift_(56).to(torch.uint8), _like(mask))
+
+
+def mask_from_bits(packed: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask that :func:`mask_in_bits` packed.
+
+    Args:
+        packed: its bits.
+        like: an empty tensor with its size and strides.
+        dtype: the dtype of the result.
+    """
+    eight = packed.to(torch.int64).mul_(_DIAGONAL).bitwise_right_shift_(7).bitwise_and_(_ONES)
+    return _shaped(eight.view(torch.bool)[: like.numel()], like, dtype)
 
 
 def _groups(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from autotune.choices import EXACT_STORAGES, STORAGES, Storage
+from autotune.choices import DEFAULT_STORAGES, STORAGES, Storage
 from autotune.errors import InputError
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.compressed import compressed
+from autotune.mechanics.selective import selective
 
 # Environment variable that names the storages that plans may choose; worker processes find it, too.
 STORAGES_VARIABLE = "AUTOTUNE_STORAGES"
@@ -38,8 +39,10 @@ class StorageAct(Protocol):
 
 # Every storage but ``save``, which calls the forward as it is.
 ACTS: Mapping[Storage, StorageAct] = {
+    Storage.SELECTIVE: partial(selective, costly=False),
     Storage.COMPRESS8: partial(compressed, bits=8),
     Storage.COMPRESS4: partial(compressed, bits=4),
+    Storage.REPLAY: partial(selective, costly=True),
     Storage.RECOMPUTE: Recomputation.run,
 }
 
@@ -48,7 +51,7 @@ def offered(asked: Iterable[str] | None) -> tuple[Storage, ...]:
     """Return the storages that plans may choose, from the fastest to the leanest; ``save`` is always one of them.
 
     Args:
-        asked: a job's storages; ``None`` for all that are exact. The environment variable ``AUTOTUNE_STORAGES`` decides
+        asked: a job's storages; ``None`` for ``recompute``. The environment variable ``AUTOTUNE_STORAGES`` decides
             instead if it is set, such as ``recompute,compress8``.
 
     Raises:
@@ -57,7 +60,7 @@ def offered(asked: Iterable[str] | None) -> tuple[Storage, ...]:
     text = os.environ.get(STORAGES_VARIABLE, "").strip()
     names = [name.strip() for name in text.split(",")] if text else asked
     if names is None:
-        return EXACT_STORAGES
+        return DEFAULT_STORAGES
     names = set(names)
     for name in sorted(names.difference(STORAGES)):
         raise InputError(f"names {name!r}", where=STORAGES_VARIABLE, allowed=list(STORAGES))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.choices import EXACT_STORAGES
+from autotune.choices import DEFAULT_STORAGES
 from autotune.cost_model.profile import FIXED, Boundary, Calibration, Cost, Profile, Segment, StepTable, choice_name
 from autotune.job import WarmupCosine
 from autotune.plan import Precision, Storage
@@ -255,7 +255,7 @@ def _boundary(
 
 
 def _storages(unit: Unit) -> tuple[Storage, ...]:
-    return EXACT_STORAGES if unit.recomputable else EXACT_STORAGES[:1]
+    return DEFAULT_STORAGES if unit.recomputable else DEFAULT_STORAGES[:1]
 
 
 def _between() -> Segment:

@@ -1,0 +1,485 @@
+"""Keep some of a unit's activations until its backward pass, and compute the others from them when they are needed.
+
+While the unit runs, its operations are recorded below autograd and autocast. When it has run, the tensors that autograd
+has saved are divided: a minimum cut of the recorded graph (:mod:`autotune.mechanics.recorded_graph`) finds the fewest
+bytes from which all of them can be computed again by operations that may be repeated. Only these stay. In the backward
+pass the recorded operations themselves run again, so no code of the user's does; an operation of whose results backward
+needs nothing does not. Random operations are never repeated: what they drew is kept, a mask in one bit per number.
+
+Whatever is not understood is kept: tensor subclasses, results of operations that may not be repeated, and tensors that
+were written to in place other than by arithmetic.
+
+Source: the cut is that of PyTorch's partitioner for compiled functions (Chen, He and Li, 2022), here for code as it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from autotune.mechanics.activations import Recomputation
+from autotune.mechanics.compressed import mask_from_bits, mask_in_bits
+from autotune.mechanics.devices import device_kind
+from autotune.mechanics.loop_signals import any_error
+from autotune.mechanics.recorded_graph import GroupFacts, kept_groups
+from autotune.mechanics.repeats import is_due
+
+_aten = torch.ops.aten
+_KINDS = (torch.Tensor, nn.Parameter, FakeTensor)
+_WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
+_SOURCE_WRITTEN = "a tensor from which its activations are computed was written to before its backward pass"
+
+# Operations beside arithmetic by element and views that take little time per byte of their results.
+_CHEAP = frozenset(
+    str(getattr(_aten, name))
+    for name in (
+        "native_layer_norm",
+        "native_group_norm",
+        "_fused_rms_norm",
+        "_softmax",
+        "_log_softmax",
+        "_to_copy",
+        "cat",
+        "stack",
+        "embedding",
+        "gather",
+        "index",
+        "index_select",
+        "constant_pad_nd",
+        "avg_pool2d",
+        "max_pool2d_with_indices",
+        "mean",
+        "sum",
+        "var",
+        "var_mean",
+        "amax",
+        "amin",
+        "linalg_vector_norm",
+        "cumsum",
+        "roll",
+        "flip",
+        "repeat",
+        "tril",
+        "triu",
+        "_unsafe_view",
+        "_reshape_copy",
+        "upsample_nearest2d",
+        "upsample_bilinear2d",
+        "glu",
+    )
+    if hasattr(_aten, name)
+)
+# Further operations that may be repeated, given enough time.
+_COSTLY = frozenset(
+    str(getattr(_aten, name))
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv", "dot")
+    if hasattr(_aten, name)
+)
+_NORMALISED = frozenset((_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default))
+_MASKING = frozenset((_aten.bernoulli_.float, _aten.bernoulli.p))
+_ALIASES = frozenset((_aten.detach.default, _aten.alias.default))
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Value:
+    """A tensor that the unit used or made.
+
+    Attributes:
+        group: number of its storage, at one version, among all.
+        geometry: dtype, offset, size and strides.
+        op: the operation that can make it again; ``None`` for one that must be kept.
+        place: its place among the operation's results.
+        tensor: the tensor; while the unit runs, of every value that may be kept; afterwards, of those that are.
+        version: the version of ``tensor`` that holds the value.
+        is_saved: whether autograd has saved it.
+        again: the value computed again, until autograd has asked for it.
+        awaited: whether autograd has saved it and not yet asked for it.
+        digest: a sum over its bits, if it is checked.
+    """
+
+    group: int
+    geometry: tuple[Any, ...]
+    op: _Op | None
+    place: int
+    tensor: torch.Tensor | None
+    version: int = 0
+    is_saved: bool = False
+    again: torch.Tensor | None = None
+    awaited: bool = False
+    digest: torch.Tensor | None = None
+
+    def restored(self) -> torch.Tensor:
+        """Return the value, when autograd asks for it."""
+        self.awaited = False
+        found, self.again = self.again, None
+        if self.tensor is not None:
+            if self.tensor._version != self.version:
+                raise RuntimeError(_WRITTEN)
+            return self.tensor
+        if found is None:
+            found = _computed(self)
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class _Op:
+    """A recorded operation that may be repeated.
+
+    Attributes:
+        run: the operation.
+        leaves: its arguments and values in their place.
+        shape: nesting of the arguments.
+        made: its results, as far as they are alive.
+        unit: the unit, to report to.
+    """
+
+    run: Callable[..., Any]
+    leaves: list[Any]
+    shape: TreeSpec
+    made: list[weakref.ref[_Value] | None]
+    unit: Recomputation
+
+    def sources(self) -> list[_Value]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, _Value)]
+
+
+def _computed(wanted: _Value) -> torch.Tensor:
+    """Compute a value again, with all on the way to it; what autograd will ask for later is remembered."""
+    order, uses = _plan_of(wanted)
+    found: dict[_Value, torch.Tensor] = {}
+
+    def of(value: _Value, unit: Recomputation) -> torch.Tensor:
+        if value.tensor is not None:
+            if value.tensor._version != value.version:
+                unit.bar_late(_SOURCE_WRITTEN)
+            return value.tensor
+        if value.again is not None:
+            return value.again
+        uses[value] -= 1
+        return found[value] if uses[value] else found.pop(value)
+
+    with torch.no_grad(), _without_autocast():
+        for op in order:
+            leaves = [of(leaf, op.unit) if isinstance(leaf, _Value) else leaf for leaf in op.leaves]
+            args, kwargs = tree_unflatten(leaves, op.shape)
+            del leaves
+            results = op.run(*args, **kwargs)
+            del args, kwargs
+            for place, result in enumerate(results if isinstance(results, tuple | list) else (results,)):
+                reference = op.made[place] if place < len(op.made) else None
+                value = None if reference is None else reference()
+                if value is None or value.tensor is not None:
+                    continue
+                _check(value, result, op.unit)
+                if value.awaited and value.again is None:
+                    value.again = result
+                elif value in uses:
+                    found[value] = result
+            del results
+    result, wanted.again = (found.pop(wanted) if wanted in found else wanted.again), None
+    assert result is not None
+    return result
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Run the body without autocast: recorded operations have their casts."""
+    with ExitStack() as stack:
+        for kind in ("cpu", device_kind()):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _plan_of(wanted: _Value) -> tuple[list[_Op], dict[_Value, int]]:
+    """Return the operations that compute a value, in order, and how often each value on the way is used."""
+    order: dict[_Op, None] = {}
+    uses: dict[_Value, int] = {wanted: 1}
+    waiting: list[tuple[_Op, bool]] = [(_maker(wanted), False)]
+    while waiting:
+        op, is_ready = waiting.pop()
+        if op in order:
+            continue
+        lacking = [value for value in op.sources() if value.tensor is None and value.again is None]
+        if is_ready:
+            order[op] = None
+            for value in lacking:
+                uses[value] = uses.get(value, 0) + 1
+            continue
+        waiting.append((op, True))
+        waiting += [(_maker(value), False) for value in lacking if _maker(value) not in order]
+    return list(order), uses
+
+
+def _maker(value: _Value) -> _Op:
+    assert value.op is not None
+    return value.op
+
+
+def _check(value: _Value, result: torch.Tensor, unit: Recomputation) -> None:
+    """Compare a value that was computed again with the first one, by their digests."""
+    if value.digest is not None:
+        unit.note_difference(_digest(result) != value.digest)
+        value.digest = None
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum over the bits of a tensor, on its device."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(kinds[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def selective(
+    unit: Recomputation,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    costly: bool,
+) -> Any:
+    """Call a unit's forward so that autograd keeps few bytes, from which it computes the others again.
+
+    Args:
+        unit: the unit's module.
+        forward: its forward.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        costly: whether matrix products and convolutions may be repeated, too; attention is not.
+    """
+    if not unit.may_repeat():
+        return forward(*args, **kwargs)
+    recorder = _Recorder(unit, costly=costly)
+    try:
+        with saved_tensors_hooks(recorder.pack, _Value.restored), recorder:
+            result = forward(*args, **kwargs)
+    except BaseException:
+        recorder.drop()
+        raise
+    recorder.finish()
+    return result
+
+
+class _Recorder(TorchDispatchMode):
+    """Recorder of the operations of one call of a unit, and of the tensors that autograd saves in it.
+
+    Args:
+        unit: the unit.
+        costly: whether matrix products and convolutions may be repeated.
+    """
+
+    def __init__(self, unit: Recomputation, *, costly: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._unit = unit
+        self._repeatable = _CHEAP | _COSTLY if costly else _CHEAP
+        own = [*unit.module.parameters(), *unit.module.buffers()]
+        self._free = frozenset(one.untyped_storage()._cdata for one in own if type(one) in _KINDS)
+        # Values by storage, number of writes to it, and geometry; and groups by the first two.
+        self._values: dict[tuple[Any, ...], _Value] = {}
+        self._writes: dict[int, int] = {}
+        self._groups: dict[tuple[int, int], int] = {}
+        # Of each group: bytes, the groups that it is made from, and its key, with a reference that keeps the storage's
+        # address from being used again; and the groups that cannot be made again.
+        self._sizes: list[int] = []
+        self._made_from: list[tuple[int, ...]] = []
+        self._keys: list[tuple[tuple[int, int], StorageWeakRef]] = []
+        self._fixed: set[int] = set()
+        self._all: list[_Value] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ALIASES:
+            return func(*args, **kwargs)
+        leaves, shape = tree_flatten((args, kwargs))
+        plain = all(type(leaf) in _KINDS for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if not plain:
+            return func(*args, **kwargs)
+        known = [self._value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        result = func(*args, **kwargs)
+        written = [leaf for leaf in _written(func, args, kwargs) if isinstance(leaf, torch.Tensor)]
+        for tensor in written:
+            key = tensor.untyped_storage()._cdata
+            self._writes[key] = self._writes.get(key, 0) + 1
+        results = list(result) if isinstance(result, tuple | list) else [result]
+        self._record(func, known, shape, leaves, results, written)
+        return result
+
+    def _record(
+        self,
+        func: Any,
+        known: list[Any],
+        shape: TreeSpec,
+        leaves: Sequence[Any],
+        results: Sequence[Any],
+        written: Sequence[torch.Tensor],
+    ) -> None:
+        tensors = [one for one in results if isinstance(one, torch.Tensor) and type(one) in _KINDS]
+        if func in _MASKING and tensors and tensors[0].numel():
+            self._add_mask(tensors[0])
+        elif func is _aten.native_dropout.default and len(tensors) == 2:
+            mask = self._add(tensors[1], None, 1)
+            scale = 1 / (1 - leaves[1]) if leaves[1] < 1 else 0.0
+            self._add_results(self._op(_dropped, known[0], mask, scale), tensors[:1])
+        elif func in _NORMALISED and leaves[5] is True:
+            # Without the running statistics, which a repetition must not change again.
+            self._add_results(self._op(_aten.native_batch_norm.default, *known[:3], None, None, *known[5:]), results)
+        else:
+            run = self._repeated(func, leaves, known, written)
+            self._add_results(None if run is None else _Op(run, known, shape, [], self._unit), results)
+
+    def _op(self, run: Callable[..., Any], *args: Any) -> _Op:
+        return _Op(run, *tree_flatten((args, {})), [], self._unit)
+
+    def _add_results(self, op: _Op | None, results: Sequence[Any]) -> None:
+        for place, one in enumerate(results):
+            value = self._add(one, op, place) if isinstance(one, torch.Tensor) and type(one) in _KINDS else None
+            if op is not None:
+                op.made.append(None if value is None or value.op is not op else weakref.ref(value))
+
+    def _add_mask(self, mask: torch.Tensor) -> None:
+        """Record a mask of zeros and ones that was drawn at random, of which its bits are kept."""
+        bits = mask_in_bits(mask != 0)
+        kept = self._add(bits.packed, None, 0)
+        self._add_results(self._op(mask_from_bits, kept, bits.like, mask.dtype), [mask])
+
+    def _repeated(
+        self, func: Any, leaves: Sequence[Any], known: Sequence[Any], written: Sequence[torch.Tensor]
+    ) -> Callable[..., Any] | None:
+        """Return what repeats an operation; ``None`` if it must not be repeated."""
+        if not any(isinstance(value, _Value) for value in known) or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        if written:
+            # Arithmetic in place on its first argument is repeated on a copy.
+            if torch.Tag.pointwise in func.tags and len(written) == 1 and leaves and written[0] is leaves[0]:
+                return lambda first, *others, **named: func(first.clone(), *others, **named)
+            return None
+        if func.is_view or torch.Tag.pointwise in func.tags or str(func.overloadpacket) in self._repeatable:
+            return func  # type: ignore[no-any-return]
+        return None
+
+    def _key(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return the storage of a tensor, and how often the unit has written to it."""
+        storage = tensor.untyped_storage()._cdata
+        return storage, self._writes.get(storage, 0)
+
+    def _value_of(self, tensor: torch.Tensor) -> _Value:
+        """Return the value that a tensor holds; one from outside the unit is kept."""
+        found = self._values.get((*self._key(tensor), *_geometry(tensor)))
+        return self._add(tensor, None, 0) if found is None else found
+
+    def _add(self, tensor: torch.Tensor, op: _Op | None, place: int) -> _Value:
+        key, geometry = self._key(tensor), _geometry(tensor)
+        if (*key, *geometry) in self._values:
+            return self._values[(*key, *geometry)]
+        group = self._groups.setdefault(key, len(self._sizes))
+        if group == len(self._sizes):
+            is_free = key[0] in self._free and not key[1]
+            self._sizes.append(0 if is_free else tensor.untyped_storage().nbytes())
+            self._made_from.append(() if op is None else tuple(sorted({value.group for value in op.sources()})))
+            self._keys.append((key, StorageWeakRef(tensor.untyped_storage())))
+        if op is None:
+            # It cannot be made again, so its storage must be kept.
+            self._fixed.add(group)
+        value = _Value(group, geometry, op, place, tensor if group in self._fixed else None)
+        self._values[(*key, *geometry)] = value
+        self._all.append(value)
+        return value
+
+    def pack(self, tensor: torch.Tensor) -> _Value:
+        """Return the value of a tensor that autograd saves."""
+        if type(tensor) not in _KINDS or tensor.layout is not torch.strided:
+            kept = tensor.detach()
+            return _Value(-1, (), None, 0, kept, kept._version)
+        value = self._value_of(tensor)
+        value.is_saved = value.awaited = True
+        value.tensor, value.version = tensor, tensor._version
+        return value
+
+    def finish(self) -> None:
+        """Decide what is kept, and let go of the rest."""
+        saved = {value.group for value in self._all if value.is_saved}
+        held: dict[int, torch.Tensor] = {}
+        for value in self._all:
+            if value.tensor is not None:
+                held.setdefault(value.group, value.tensor)
+        facts = tuple(
+            GroupFacts(
+                nbytes=size,
+                made_from=None if group in self._fixed else sources,
+                is_saved=group in saved,
+                # What backward needs can be kept in any case: autograd has saved it.
+                can_stay=group in saved or (group in held and self._writes.get(key[0], 0) == key[1]),
+            )
+            for group, (size, sources, (key, _)) in enumerate(
+                zip(self._sizes, self._made_from, self._keys, strict=True)
+            )
+        )
+        try:
+            kept = kept_groups(facts)
+        except any_error() as error:  # whatever fails here, the run goes on
+            self._unit.barred = f"{type(error).__name__}: {error}"
+            kept = frozenset(saved | self._fixed)
+        self._unit.selections += 1
+        checks = self._unit.checks and is_due(self._unit.selections)
+        for value in self._all:
+            if value.group in kept:
+                _keep(value, held[value.group])
+            else:
+                if checks and value.is_saved and value.tensor is not None:
+                    value.digest = _digest(value.tensor)
+                value.tensor = None
+        self._clear()
+
+    def drop(self) -> None:
+        """Let go of all tensors, after the unit has failed."""
+        for value in self._all:
+            value.tensor = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._values, self._all, self._keys = {}, [], []
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def _keep(value: _Value, held: torch.Tensor) -> None:
+    """Make a value keep its tensor, without a graph.
+
+    Args:
+        value: the value.
+        held: some tensor with the same storage.
+    """
+    value.op = None
+    if value.tensor is None:
+        dtype, *geometry = value.geometry
+        value.tensor = torch.empty(0, dtype=dtype, device=held.device).set_(held.untyped_storage(), *geometry)
+    value.tensor = value.tensor.detach()
+    if not value.is_saved:
+        value.version = value.tensor._version
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
+    """Return the arguments that an operation writes to."""
+    if not func._schema.is_mutable:
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from given if isinstance(given, list | tuple) else (given,)
+
+
+def _dropped(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the result of dropout with a known mask."""
+    return x.mul(mask).mul_(scale)
