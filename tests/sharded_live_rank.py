@@ -14,7 +14,7 @@ import torch.distributed as dist
 from test_live import RESTLESS, Wanders, deep_gpt, gpt_loss, seeded, token_batches
 
 import autotune
-from autotune.choices import EXACT_STORAGES
+from autotune.choices import DEFAULT_STORAGES
 from autotune.engines.deepspeed_library import imported
 from autotune.errors import AttachError
 from autotune.plan import Plan
@@ -35,7 +35,7 @@ class Insists:
         if self.asked % 7 == self.rank:
             raise RuntimeError("crashed")
         return plan.changed(
-            storage=dict.fromkeys(plan.storage, EXACT_STORAGES[(self.asked + self.rank) % len(EXACT_STORAGES)])
+            storage=dict.fromkeys(plan.storage, DEFAULT_STORAGES[(self.asked + self.rank) % len(DEFAULT_STORAGES)])
         )
 
     def reset(self) -> None:

@@ -92,7 +92,7 @@ def test_only_units_with_choices_that_differ_from_the_users_are_controlled(plan:
     assert controlled == {
         name
         for name in GPT_UNITS
-        if plan.precision_of(name) is not Precision.INHERIT or plan.storage_of(name) is Storage.RECOMPUTE
+        if plan.precision_of(name) is not Precision.INHERIT or plan.storage_of(name) is not Storage.SAVE
     }
     assert set(controls.recomputations(model)) == controlled
 

@@ -26,7 +26,7 @@ from torch import nn
 
 import autotune
 from autotune import AttachError, Limits, Settings
-from autotune.choices import EXACT_STORAGES
+from autotune.choices import DEFAULT_STORAGES
 from autotune.live.deciding import find_policy
 from autotune.live.kill_switches import KILL_VARIABLE
 from autotune.plan import Launch, Plan, PlanSpace, Precision
@@ -161,7 +161,7 @@ class Wanders:
 
     def decide(self, observation: Any, plan: Plan) -> Plan:
         names = observation.space.recomputable
-        chosen = {name: EXACT_STORAGES[int(self.generator.integers(len(EXACT_STORAGES)))] for name in names}
+        chosen = {name: DEFAULT_STORAGES[int(self.generator.integers(len(DEFAULT_STORAGES)))] for name in names}
         return plan.changed(storage=chosen)
 
     def reset(self) -> None:

@@ -18,7 +18,7 @@ from autotune import EngineOptions, Plan, Storage, TorchEngine
 from autotune.mechanics import controls
 from autotune.mechanics.recorded_graph import GroupFacts, kept_groups
 
-PARTIAL = [Storage.SELECTIVE, Storage.REPLAY]
+PARTIAL = [Storage.SELECTIVE, Storage.REBUILD]
 
 
 class Squared(torch.autograd.Function):
@@ -223,14 +223,14 @@ def tensors_alive() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "selective", "replay"), [("block 1", 0.75, 0.4), ("block 2", 0.9, 0.35), ("loop of sums", 0.1, 0.1)]
+    ("name", "selective", "rebuild"), [("block 1", 0.75, 0.4), ("block 2", 0.9, 0.35), ("loop of sums", 0.1, 0.1)]
 )
-def test_fewer_bytes_stay(name: str, selective: float, replay: float) -> None:
+def test_fewer_bytes_stay(name: str, selective: float, rebuild: float) -> None:
     torch.manual_seed(0)
     model = Model(MAKERS[name]())
     most = kept_bytes(model, None)
     assert kept_bytes(model, Storage.SELECTIVE) <= selective * most
-    assert kept_bytes(model, Storage.REPLAY) <= replay * most
+    assert kept_bytes(model, Storage.REBUILD) <= rebuild * most
 
 
 @pytest.mark.parametrize("storage", PARTIAL)

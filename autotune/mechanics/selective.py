@@ -14,10 +14,12 @@ Source: the cut is that of PyTorch's partitioner for compiled functions (Chen, H
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -26,7 +28,6 @@ from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.compressed import mask_from_bits, mask_in_bits
@@ -41,54 +42,54 @@ _WRITTEN = "one of the variables needed for gradient computation has been modifi
 _SOURCE_WRITTEN = "a tensor from which its activations are computed was written to before its backward pass"
 
 # Operations beside arithmetic by element and views that take little time per byte of their results.
-_CHEAP = frozenset(
-    str(getattr(_aten, name))
-    for name in (
-        "native_layer_norm",
-        "native_group_norm",
-        "_fused_rms_norm",
-        "_softmax",
-        "_log_softmax",
-        "_to_copy",
-        "cat",
-        "stack",
-        "embedding",
-        "gather",
-        "index",
-        "index_select",
-        "constant_pad_nd",
-        "avg_pool2d",
-        "max_pool2d_with_indices",
-        "mean",
-        "sum",
-        "var",
-        "var_mean",
-        "amax",
-        "amin",
-        "linalg_vector_norm",
-        "cumsum",
-        "roll",
-        "flip",
-        "repeat",
-        "tril",
-        "triu",
-        "_unsafe_view",
-        "_reshape_copy",
-        "upsample_nearest2d",
-        "upsample_bilinear2d",
-        "glu",
-    )
-    if hasattr(_aten, name)
+_CHEAP = (
+    *("native_layer_norm", "native_group_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "_to_copy", "glu"),
+    *("cat", "stack", "roll", "flip", "repeat", "tril", "triu", "constant_pad_nd", "_unsafe_view", "_reshape_copy"),
+    *("embedding", "gather", "index", "index_select", "mean", "sum", "var", "var_mean", "amax", "amin", "cumsum"),
+    *("linalg_vector_norm", "avg_pool2d", "max_pool2d_with_indices", "upsample_nearest2d", "upsample_bilinear2d"),
 )
 # Further operations that may be repeated, given enough time.
-_COSTLY = frozenset(
-    str(getattr(_aten, name))
-    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv", "dot")
-    if hasattr(_aten, name)
-)
-_NORMALISED = frozenset((_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default))
-_MASKING = frozenset((_aten.bernoulli_.float, _aten.bernoulli.p))
-_ALIASES = frozenset((_aten.detach.default, _aten.alias.default))
+_COSTLY = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv", "dot")
+
+
+class _Kind(Enum):
+    """How an operation is repeated."""
+
+    ALIAS, MASK, DROPOUT, NORM, CHEAP, COSTLY, IN_PLACE, NEVER = range(8)
+
+
+_SPECIAL = {
+    _aten.detach.default: _Kind.ALIAS,
+    _aten.alias.default: _Kind.ALIAS,
+    _aten.bernoulli_.float: _Kind.MASK,
+    _aten.bernoulli.p: _Kind.MASK,
+    _aten.native_dropout.default: _Kind.DROPOUT,
+    _aten.native_batch_norm.default: _Kind.NORM,
+    _aten._native_batch_norm_legit.default: _Kind.NORM,
+}
+
+
+@functools.cache
+def _described(func: Any) -> tuple[_Kind, tuple[tuple[int, str], ...]]:
+    """Return how an operation is repeated, and the places and names of the arguments that it writes to."""
+    writes = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    name = str(func.overloadpacket).removeprefix("aten.")
+    by_element = torch.Tag.pointwise in func.tags
+    if func in _SPECIAL:
+        kind = _SPECIAL[func]
+    elif torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+        kind = _Kind.NEVER
+    elif writes:
+        kind = _Kind.IN_PLACE if by_element and [place for place, _ in writes] == [0] else _Kind.NEVER
+    elif func.is_view or by_element or name in _CHEAP:
+        kind = _Kind.CHEAP
+    else:
+        kind = _Kind.COSTLY if name in _COSTLY else _Kind.NEVER
+    return kind, writes
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -138,20 +139,26 @@ class _Op:
 
     Attributes:
         run: the operation.
-        leaves: its arguments and values in their place.
-        shape: nesting of the arguments.
-        made: its results, as far as they are alive.
+        args: its positional arguments, with values instead of tensors.
+        kwargs: its keyword arguments.
+        sources: the values among the arguments.
         unit: the unit, to report to.
+        made: its results, as far as they are alive.
     """
 
     run: Callable[..., Any]
-    leaves: list[Any]
-    shape: TreeSpec
-    made: list[weakref.ref[_Value] | None]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    sources: Sequence[_Value]
     unit: Recomputation
+    made: list[weakref.ref[_Value] | None] = field(default_factory=list)
 
-    def sources(self) -> list[_Value]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, _Value)]
+
+def _filled(argument: Any, of: Callable[[_Value], torch.Tensor]) -> Any:
+    """Return an argument with tensors instead of values."""
+    if type(argument) is _Value:
+        return of(argument)
+    return [_filled(one, of) for one in argument] if type(argument) in (list, tuple) else argument
 
 
 def _computed(wanted: _Value) -> torch.Tensor:
@@ -159,10 +166,10 @@ def _computed(wanted: _Value) -> torch.Tensor:
     order, uses = _plan_of(wanted)
     found: dict[_Value, torch.Tensor] = {}
 
-    def of(value: _Value, unit: Recomputation) -> torch.Tensor:
+    def of(value: _Value) -> torch.Tensor:
         if value.tensor is not None:
             if value.tensor._version != value.version:
-                unit.bar_late(_SOURCE_WRITTEN)
+                order[-1].unit.bar_late(_SOURCE_WRITTEN)
             return value.tensor
         if value.again is not None:
             return value.again
@@ -171,11 +178,9 @@ def _computed(wanted: _Value) -> torch.Tensor:
 
     with torch.no_grad(), _without_autocast():
         for op in order:
-            leaves = [of(leaf, op.unit) if isinstance(leaf, _Value) else leaf for leaf in op.leaves]
-            args, kwargs = tree_unflatten(leaves, op.shape)
-            del leaves
-            results = op.run(*args, **kwargs)
-            del args, kwargs
+            results = op.run(
+                *(_filled(one, of) for one in op.args), **{name: _filled(one, of) for name, one in op.kwargs.items()}
+            )
             for place, result in enumerate(results if isinstance(results, tuple | list) else (results,)):
                 reference = op.made[place] if place < len(op.made) else None
                 value = None if reference is None else reference()
@@ -211,7 +216,7 @@ def _plan_of(wanted: _Value) -> tuple[list[_Op], dict[_Value, int]]:
         op, is_ready = waiting.pop()
         if op in order:
             continue
-        lacking = [value for value in op.sources() if value.tensor is None and value.again is None]
+        lacking = [value for value in op.sources if value.tensor is None and value.again is None]
         if is_ready:
             order[op] = None
             for value in lacking:
@@ -270,6 +275,10 @@ def selective(
     return result
 
 
+# Stands for a tensor that is not understood.
+_STRANGER = _Value(-1, (), None, 0, None)
+
+
 class _Recorder(TorchDispatchMode):
     """Recorder of the operations of one call of a unit, and of the tensors that autograd saves in it.
 
@@ -281,7 +290,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, unit: Recomputation, *, costly: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit = unit
-        self._repeatable = _CHEAP | _COSTLY if costly else _CHEAP
+        self._repeated = {_Kind.CHEAP, _Kind.COSTLY} if costly else {_Kind.CHEAP}
         own = [*unit.module.parameters(), *unit.module.buffers()]
         self._free = frozenset(one.untyped_storage()._cdata for one in own if type(one) in _KINDS)
         # Values by storage, number of writes to it, and geometry; and groups by the first two.
@@ -296,102 +305,106 @@ class _Recorder(TorchDispatchMode):
         self._fixed: set[int] = set()
         self._all: list[_Value] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return that calls need no guard against being compiled, which would take as long as the rest."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ALIASES:
+        kind, writes = _described(func)
+        if kind is _Kind.ALIAS:
             return func(*args, **kwargs)
-        leaves, shape = tree_flatten((args, kwargs))
-        plain = all(type(leaf) in _KINDS for leaf in leaves if isinstance(leaf, torch.Tensor))
-        if not plain:
-            return func(*args, **kwargs)
-        known = [self._value_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        sources: list[_Value] = []
+        known = [self._noted(one, sources) for one in args]
+        named = {name: self._noted(one, sources) for name, one in kwargs.items()} if kwargs else kwargs
         result = func(*args, **kwargs)
-        written = [leaf for leaf in _written(func, args, kwargs) if isinstance(leaf, torch.Tensor)]
-        for tensor in written:
-            key = tensor.untyped_storage()._cdata
-            self._writes[key] = self._writes.get(key, 0) + 1
-        results = list(result) if isinstance(result, tuple | list) else [result]
-        self._record(func, known, shape, leaves, results, written)
+        for place, name in writes:
+            self._count_write(args[place] if place < len(args) else kwargs.get(name))
+        results = result if isinstance(result, tuple | list) else (result,)
+        self._add_results(self._repetition(func, kind, args, known, named, sources, results), results)
         return result
 
-    def _record(
+    def _noted(self, argument: Any, sources: list[_Value]) -> Any:
+        """Return an argument with values instead of tensors; the values are added to the sources."""
+        if isinstance(argument, torch.Tensor):
+            if type(argument) not in _KINDS or argument.layout is not torch.strided:
+                sources.append(_STRANGER)
+                return argument
+            value = self._value_of(argument)
+            sources.append(value)
+            return value
+        return [self._noted(one, sources) for one in argument] if type(argument) in (list, tuple) else argument
+
+    def _count_write(self, argument: Any) -> None:
+        for one in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(one, torch.Tensor) and type(one) in _KINDS and one.layout is torch.strided:
+                key = one.untyped_storage()._cdata
+                self._writes[key] = self._writes.get(key, 0) + 1
+
+    def _repetition(
         self,
         func: Any,
-        known: list[Any],
-        shape: TreeSpec,
-        leaves: Sequence[Any],
+        kind: _Kind,
+        args: Sequence[Any],
+        known: Sequence[Any],
+        named: Mapping[str, Any],
+        sources: Sequence[_Value],
         results: Sequence[Any],
-        written: Sequence[torch.Tensor],
-    ) -> None:
-        tensors = [one for one in results if isinstance(one, torch.Tensor) and type(one) in _KINDS]
-        if func in _MASKING and tensors and tensors[0].numel():
-            self._add_mask(tensors[0])
-        elif func is _aten.native_dropout.default and len(tensors) == 2:
-            mask = self._add(tensors[1], None, 1)
-            scale = 1 / (1 - leaves[1]) if leaves[1] < 1 else 0.0
-            self._add_results(self._op(_dropped, known[0], mask, scale), tensors[:1])
-        elif func in _NORMALISED and leaves[5] is True:
+    ) -> _Op | None:
+        """Return the operation that makes the results again; ``None`` if they must be kept."""
+        if kind is _Kind.NEVER or not sources or _STRANGER in sources:
+            return None
+        if kind in self._repeated:
+            return _Op(func, known, named, sources, self._unit)
+        if kind is _Kind.IN_PLACE and _is_dense(args[0]):
+            # On a copy, which has the same strides.
+            return _Op(_on_copy(func), known, named, sources, self._unit)
+        if kind is _Kind.MASK and results[0].numel():
+            # Of a mask of zeros and ones that was drawn at random, the bits are kept.
+            bits = mask_in_bits(results[0] != 0)
+            kept = self._add(bits.packed, None, 0)
+            return _Op(mask_from_bits, (kept, bits.like, results[0].dtype), {}, (kept,), self._unit)
+        if kind is _Kind.DROPOUT:
+            self._add(results[1], None, 1)
+            mask, scale = self._value_of(results[1]), 1 / (1 - args[1]) if args[1] < 1 else 0.0
+            return _Op(_dropped, (known[0], mask, scale), {}, (sources[0], mask), self._unit)
+        if kind is _Kind.NORM and args[5] is True:
             # Without the running statistics, which a repetition must not change again.
-            self._add_results(self._op(_aten.native_batch_norm.default, *known[:3], None, None, *known[5:]), results)
-        else:
-            run = self._repeated(func, leaves, known, written)
-            self._add_results(None if run is None else _Op(run, known, shape, [], self._unit), results)
-
-    def _op(self, run: Callable[..., Any], *args: Any) -> _Op:
-        return _Op(run, *tree_flatten((args, {})), [], self._unit)
+            own = [value for value in known[:3] if isinstance(value, _Value)]
+            return _Op(_aten.native_batch_norm.default, (*known[:3], None, None, *known[5:]), {}, own, self._unit)
+        return None
 
     def _add_results(self, op: _Op | None, results: Sequence[Any]) -> None:
         for place, one in enumerate(results):
-            value = self._add(one, op, place) if isinstance(one, torch.Tensor) and type(one) in _KINDS else None
+            known = isinstance(one, torch.Tensor) and type(one) in _KINDS and one.layout is torch.strided
+            value = self._add(one, op, place) if known else None
             if op is not None:
                 op.made.append(None if value is None or value.op is not op else weakref.ref(value))
 
-    def _add_mask(self, mask: torch.Tensor) -> None:
-        """Record a mask of zeros and ones that was drawn at random, of which its bits are kept."""
-        bits = mask_in_bits(mask != 0)
-        kept = self._add(bits.packed, None, 0)
-        self._add_results(self._op(mask_from_bits, kept, bits.like, mask.dtype), [mask])
-
-    def _repeated(
-        self, func: Any, leaves: Sequence[Any], known: Sequence[Any], written: Sequence[torch.Tensor]
-    ) -> Callable[..., Any] | None:
-        """Return what repeats an operation; ``None`` if it must not be repeated."""
-        if not any(isinstance(value, _Value) for value in known) or torch.Tag.nondeterministic_seeded in func.tags:
-            return None
-        if written:
-            # Arithmetic in place on its first argument is repeated on a copy.
-            if torch.Tag.pointwise in func.tags and len(written) == 1 and leaves and written[0] is leaves[0]:
-                return lambda first, *others, **named: func(first.clone(), *others, **named)
-            return None
-        if func.is_view or torch.Tag.pointwise in func.tags or str(func.overloadpacket) in self._repeatable:
-            return func  # type: ignore[no-any-return]
-        return None
-
-    def _key(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return the storage of a tensor, and how often the unit has written to it."""
-        storage = tensor.untyped_storage()._cdata
-        return storage, self._writes.get(storage, 0)
-
     def _value_of(self, tensor: torch.Tensor) -> _Value:
         """Return the value that a tensor holds; one from outside the unit is kept."""
-        found = self._values.get((*self._key(tensor), *_geometry(tensor)))
-        return self._add(tensor, None, 0) if found is None else found
+        return self._add(tensor, None, 0)
 
     def _add(self, tensor: torch.Tensor, op: _Op | None, place: int) -> _Value:
-        key, geometry = self._key(tensor), _geometry(tensor)
-        if (*key, *geometry) in self._values:
-            return self._values[(*key, *geometry)]
+        """Return the value that a tensor holds; if it is not known, it is added as a result of an operation."""
+        storage = tensor.untyped_storage()._cdata
+        key = storage, self._writes.get(storage, 0)
+        geometry = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        found = self._values.get((key, geometry))
+        if found is not None:
+            return found
         group = self._groups.setdefault(key, len(self._sizes))
         if group == len(self._sizes):
-            is_free = key[0] in self._free and not key[1]
+            is_free = storage in self._free and not key[1]
             self._sizes.append(0 if is_free else tensor.untyped_storage().nbytes())
-            self._made_from.append(() if op is None else tuple(sorted({value.group for value in op.sources()})))
+            self._made_from.append(() if op is None else tuple(sorted({value.group for value in op.sources})))
             self._keys.append((key, StorageWeakRef(tensor.untyped_storage())))
         if op is None:
             # It cannot be made again, so its storage must be kept.
             self._fixed.add(group)
         value = _Value(group, geometry, op, place, tensor if group in self._fixed else None)
-        self._values[(*key, *geometry)] = value
+        self._values[key, geometry] = value
         self._all.append(value)
         return value
 
@@ -450,10 +463,6 @@ class _Recorder(TorchDispatchMode):
         self._values, self._all, self._keys = {}, [], []
 
 
-def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
-
-
 def _keep(value: _Value, held: torch.Tensor) -> None:
     """Make a value keep its tensor, without a graph.
 
@@ -470,14 +479,15 @@ def _keep(value: _Value, held: torch.Tensor) -> None:
         value.version = value.tensor._version
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Any]:
-    """Return the arguments that an operation writes to."""
-    if not func._schema.is_mutable:
-        return
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from given if isinstance(given, list | tuple) else (given,)
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a copy of a tensor has the same strides."""
+    return tensor.is_contiguous() or tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+@functools.cache
+def _on_copy(func: Any) -> Callable[..., Any]:
+    """Return an operation in place, on a copy of its first argument."""
+    return lambda first, *others, **named: func(first.clone(), *others, **named)
 
 
 def _dropped(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:

@@ -42,7 +42,7 @@ ACTS: Mapping[Storage, StorageAct] = {
     Storage.SELECTIVE: partial(selective, costly=False),
     Storage.COMPRESS8: partial(compressed, bits=8),
     Storage.COMPRESS4: partial(compressed, bits=4),
-    Storage.REPLAY: partial(selective, costly=True),
+    Storage.REBUILD: partial(selective, costly=True),
     Storage.RECOMPUTE: Recomputation.run,
 }
 
