@@ -26,7 +26,7 @@ from autotune.mechanics.trees import tensors
 
 _GROUP = 256
 # Numbers that are rounded at once: few temporary bytes, and on a host they stay in its cache.
-_AT_ONCE, _AT_ONCE_ON_ACCELERATOR = 2**18, 2**24
+_AT_ONCE, _AT_ONCE_ON_ACCELERATOR = 2**17, 2**24
 # A tensor with fewer numbers than this share of the unit's largest input is kept as it is: it holds statistics, such as
 # means and the normalisers of attention, to which gradients are sensitive.
 _SMALL_FRAC = 1 / 8
@@ -89,13 +89,16 @@ class _Rounded:
     dtype: torch.dtype
 
     def restored(self) -> torch.Tensor:
-        groups = len(self.codes)
-        flat = torch.empty(groups, _GROUP, dtype=self.dtype, device=self.codes.device)
-        for part in _parts(groups, self.codes.device):
-            codes = self.codes[part]
+        groups, device = len(self.codes), self.codes.device
+        flat = torch.empty(groups, _GROUP, dtype=self.dtype, device=device)
+        for part in _parts(groups, device):
+            codes, scale, lowest = self.codes[part], self.scale[part], self.lowest[part]
             if codes.shape[1] < _GROUP:
-                codes = torch.cat((codes & 15, codes >> 4), dim=1)
-            flat[part] = codes.float().mul_(self.scale[part]).add_(self.lowest[part])
+                codes, origin = torch.cat((codes & 15, codes >> 4), dim=1), lowest
+            else:
+                # A number was rounded up, so it lies half a step below its code on average.
+                origin = lowest - 0.5 * scale
+            flat[part] = torch.maximum(torch.addcmul(origin, codes.float(), scale), lowest)
         return _shaped(flat.flatten()[: self.like.numel()], self.like, self.dtype)
 
 
@@ -179,16 +182,16 @@ def _rounded(tensor: torch.Tensor, bits: int, number: int) -> _Rounded:
     for place, part in enumerate(_parts(len(groups), device)):
         values = groups[part].float()
         least = values.amin(1, keepdim=True)
-        step = (values.amax(1, keepdim=True) - least).div_(2**bits - 1)
+        # A little more than the range, so that no code exceeds the largest.
+        step = (values.amax(1, keepdim=True) - least).div_(2**bits - 1.01)
         scale[part], lowest[part] = step, least
-        found = (values - least).div_(step.clamp_min(1e-38))
+        found = (values - least).mul_(step.clamp_min(1e-38).reciprocal_())
         if bits == 8:
-            found.round_()
-        else:
-            found.view(-1).add_(_drawn(_noise(device), number + place, found.numel()))
-            found.floor_().clamp_max_(2**bits - 1)
-        whole = torch.maximum(found, (values > least).float()).to(torch.uint8)
-        codes[part] = whole if bits == 8 else whole[:, : _GROUP // 2] | (whole[:, _GROUP // 2 :] << 4)
+            codes[part] = found.ceil_()
+            continue
+        found.view(-1).add_(_drawn(_noise(device), number + place, found.numel()))
+        whole = torch.maximum(found.floor_(), (values > least).float()).to(torch.uint8)
+        codes[part] = whole[:, : _GROUP // 2] | (whole[:, _GROUP // 2 :] << 4)
     return _Rounded(codes, scale, lowest, _like(tensor), tensor.dtype)
 
 
