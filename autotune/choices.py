@@ -105,6 +105,8 @@ class Storage(StrEnum):
 
 STORAGES = tuple(Storage)
 EXACT_STORAGES = tuple(storage for storage in Storage if storage.exact)
+# Environment variable that names the storages that plans may choose; worker processes find it, too.
+STORAGES_VARIABLE = "AUTOTUNE_STORAGES"
 # The storages of a space for which no others were asked.
 DEFAULT_STORAGES = (Storage.SAVE, Storage.RECOMPUTE)
 REDUCED_PRECISIONS = tuple(precision for precision in Precision if precision.is_reduced)

@@ -104,8 +104,8 @@ class Job:
             keeps its last rates after its end. It needs fixed batching, under which the number of updates is known.
         clip_norm: the largest 2-norm of a gradient; ``None`` never clips.
         units: names of the modules that are units; ``None`` finds them automatically.
-        storages: names of the storages that plans may choose beside ``save``; ``None`` for ``recompute`` alone. Some,
-            such as ``compress8``, give approximate gradients.
+        storages: names of the storages that plans may choose beside ``save`` and ``recompute``; ``None`` for none.
+            Some, such as ``compress8``, give approximate gradients.
         max_steps: steps (of one batch each) after which a run ends even if it has not reached the target.
         evaluate_every: steps between evaluations.
         data_sources: ``() -> sequence of DataSource``; recorded in every run.

@@ -184,6 +184,22 @@ def test_campaign_interrupted_20_times_finds_the_same_trials(killed_at: Any, tmp
     assert len(trials) == len(found)
 
 
+def test_a_resumed_campaign_offers_the_storages_with_which_it_began(
+    killed_at: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOTUNE_STORAGES", "selective,compress8")
+    killed_at(5, after=True)
+    with pytest.raises(KilledError):
+        commands.tune(str(JOB), "random", runs_dir=tmp_path, **FEW)  # type: ignore[arg-type]
+    killed_at(10**6, after=True)
+    monkeypatch.setenv("AUTOTUNE_STORAGES", "rebuild")
+    commands.resume(only(tmp_path), job=str(JOB))
+    assert os.environ["AUTOTUNE_STORAGES"] == "rebuild"
+    trials = lines(only(tmp_path), "trials.jsonl")
+    chosen = {storage for trial in trials for storage in trial["plan"]["storage"].values()}
+    assert chosen == {"save", "selective", "compress8", "recompute"}
+
+
 def tell(search: OptunaSearch, plan: Plan) -> None:
     """Tell a search the known cost of a plan."""
     engine = KnownEngine()

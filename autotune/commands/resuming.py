@@ -17,9 +17,11 @@ from autotune.campaign.arms import arm_names, require_distinct
 from autotune.campaign.setup import prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.catalog import load_job
+from autotune.choices import STORAGES_VARIABLE
 from autotune.commands.comparing import run_comparison
 from autotune.commands.reproducing import reproduced_run
 from autotune.errors import InputError, RunDirectoryError
+from autotune.io.environment_variables import variable
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.launching import split
@@ -208,14 +210,15 @@ def _campaign(
     # A measurement of these precisions may differ from the interrupted campaign's, whose plans are continued.
     if run.environment.precisions_excluded is not None:
         known_precisions.keep_all({device_kind(): run.environment.precisions_excluded})
-    campaign = prepare(config.asked, trusted, run.path.parent, reporter)
-    _require_job_of(run, [campaign.job])
-    # Open the journal after the request was checked, since opening it may write a file.
-    campaign = replace(campaign, journal=Journal.opened(run.path), run=run)
-    if isinstance(config, TuneConfig):
-        trusted.require_arms([config.method])
-        return tuning_campaign.tune(campaign, config.method)
-    return comparison_campaign.compare(campaign, config.asked, verb=config.verb)
+    with variable(STORAGES_VARIABLE, run.environment.storages):
+        campaign = prepare(config.asked, trusted, run.path.parent, reporter)
+        _require_job_of(run, [campaign.job])
+        # Open the journal after the request was checked, since opening it may write a file.
+        campaign = replace(campaign, journal=Journal.opened(run.path), run=run)
+        if isinstance(config, TuneConfig):
+            trusted.require_arms([config.method])
+            return tuning_campaign.tune(campaign, config.method)
+        return comparison_campaign.compare(campaign, config.asked, verb=config.verb)
 
 
 def _jobs(run: RunDirectory, config: JobsConfig, trusted: TrustedInputs, reporter: Reporter) -> dict[str, Any]:

@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from autotune.choices import DEFAULT_STORAGES, STORAGES, Storage
+from autotune.choices import DEFAULT_STORAGES, STORAGES, STORAGES_VARIABLE, Storage
 from autotune.errors import InputError
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.compressed import compressed
 from autotune.mechanics.selective import selective
-
-# Environment variable that names the storages that plans may choose; worker processes find it, too.
-STORAGES_VARIABLE = "AUTOTUNE_STORAGES"
 
 
 class StorageAct(Protocol):
@@ -48,20 +45,17 @@ ACTS: Mapping[Storage, StorageAct] = {
 
 
 def offered(asked: Iterable[str] | None) -> tuple[Storage, ...]:
-    """Return the storages that plans may choose, from the fastest to the leanest; ``save`` is always one of them.
+    """Return the storages that plans may choose, from the fastest to the leanest, ``save`` and ``recompute`` included.
 
     Args:
-        asked: a job's storages; ``None`` for ``recompute``. The environment variable ``AUTOTUNE_STORAGES`` decides
-            instead if it is set, such as ``recompute,compress8``.
+        asked: further storages of a job; ``None`` for none. The environment variable ``AUTOTUNE_STORAGES`` decides
+            instead if it is set, such as ``selective,compress8``.
 
     Raises:
         InputError: if the variable names something else than a storage.
     """
     text = os.environ.get(STORAGES_VARIABLE, "").strip()
-    names = [name.strip() for name in text.split(",")] if text else asked
-    if names is None:
-        return DEFAULT_STORAGES
-    names = set(names)
+    names = {name.strip() for name in text.split(",")} if text else set(asked or ())
     for name in sorted(names.difference(STORAGES)):
         raise InputError(f"names {name!r}", where=STORAGES_VARIABLE, allowed=list(STORAGES))
-    return tuple(storage for storage in STORAGES if storage in names or storage is Storage.SAVE)
+    return tuple(storage for storage in STORAGES if storage in names or storage in DEFAULT_STORAGES)

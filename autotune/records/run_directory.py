@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from autotune.choices import STORAGES_VARIABLE
 from autotune.errors import InputError, RunDirectoryError
 from autotune.io.documents import validated
 from autotune.io.files import append_json_line, read_json, read_json_lines, require_plain, write_json
@@ -252,6 +253,7 @@ def describe_environment(job: Job | None = None) -> dict[str, Any]:
         "fp32": fp32_arithmetic(device_kind()),
         "settings": settings(device_kind()),
         "precisions_excluded": known_precisions.to_json().get(device_kind()),
+        "storages": os.environ.get(STORAGES_VARIABLE) or None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": sys.version.split()[0],

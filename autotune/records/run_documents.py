@@ -223,6 +223,7 @@ class Environment:
     fp32: dict[str, Text] | None = None
     settings: dict[str, Any] | None = None
     precisions_excluded: dict[Literal["bf16", "fp16"], Text] | None = None
+    storages: Text | None = None
     cores: Count | None
     threads: Count
     python: Text
