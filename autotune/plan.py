@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autotune.choices import DEFAULT_STORAGES, REDUCED_PRECISIONS, STORAGES
+from autotune.choices import DEFAULT_STORAGES, REDUCED_PRECISIONS, STORAGES, STORAGES_VARIABLE
 from autotune.choices import Precision as Precision
 from autotune.choices import Storage as Storage
 from autotune.errors import PlanError
@@ -354,7 +354,13 @@ class PlanSpace:
         ):
             for name, choice in given.items():
                 if choice not in allowed:
-                    raise PlanError(f"{key} of {name!r} is {str(choice)!r}", where=where, allowed=sorted(allowed))
+                    asked = (
+                        f", which {STORAGES_VARIABLE} does not name"
+                        if choice in STORAGES and choice not in DEFAULT_STORAGES
+                        else ""
+                    )
+                    problem = f"{key} of {name!r} is {str(choice)!r}{asked}"
+                    raise PlanError(problem, where=where, allowed=sorted(allowed))
         return plan.changed(
             precision={name: plan.precision_of(name) for name in names},
             storage={name: plan.storage_of(name) for name in self.recomputable},

@@ -93,7 +93,10 @@ def test_without_a_target_whole_runs_are_compared_per_sample() -> None:
     lost = judge(ARM, failed, base, PROTOCOL, "min", targeted=False)
     assert (lost["verdict"], lost["reason"]) == ("slower", "4 of 4 runs ended with out_of_memory")
     none = judge(ARM, base, failed, PROTOCOL, "min", targeted=False)
-    assert (none["verdict"], none["reason"]) == ("not comparable", "the baseline failed")
+    assert (none["verdict"], none["reason"]) == (
+        "not comparable",
+        "the baseline failed (out_of_memory after 100 steps)",
+    )
 
 
 def test_a_job_without_a_target_is_compared_by_time_and_memory_per_sample(tmp_path: Path) -> None:

@@ -65,8 +65,12 @@ def test_index_entry_of_another_environment_is_ignored(
     profiled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference, runs = profiled
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert indexed_profile(reference, runs) is None
+    for name, value in (("OMP_NUM_THREADS", "7"), ("AUTOTUNE_STORAGES", "zip"), ("AUTOTUNE_PRECISIONS", "fp32")):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            assert indexed_profile(reference, runs) is None
+    assert indexed_profile(reference, runs) is not None
+    assert indexed_profile(reference, runs, lean=False) is None
 
 
 def test_relative_reference_depends_on_its_folder(profiled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +94,7 @@ def test_command_shows_a_cached_profile_without_importing_torch(
     code = f"""
 import sys
 from autotune.cli.main import run
-assert run(["profile", {reference!r}, "--runs-dir", {str(runs)!r}, "--json"]) == 0
+assert run(["profile", {reference!r}, "--lean", "--runs-dir", {str(runs)!r}, "--json"]) == 0
 assert "torch" not in sys.modules, "torch was imported"
 """
     # Test modules were loaded when the profile was cached, so the index also looks for them there.
@@ -100,7 +104,7 @@ assert "torch" not in sys.modules, "torch was imported"
     )
     document = json.loads(done.stdout)
     assert document["cached"] is True
-    assert run(["profile", reference, "--runs-dir", str(runs)]) == 0
+    assert run(["profile", reference, "--lean", "--runs-dir", str(runs)]) == 0
     assert "From the cache" in capsys.readouterr().out
 
 

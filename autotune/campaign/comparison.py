@@ -44,6 +44,8 @@ _PILOTS = 3
 # Arm that repeats the baseline: if the baseline differs from itself, no verdict on another arm is valid.
 GATE = "baseline-again"
 
+# Most characters of what a failure was that are recorded.
+_LONGEST_DETAIL = 500
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
 
 
@@ -282,7 +284,7 @@ class _Run:
             window = self._run_window()
             reference = reference or window
             if window.failure is not None and not self._survived(window):
-                record.failure = str(window.failure)
+                record.failure, record.failure_detail = str(window.failure), window.failure_detail[:_LONGEST_DETAIL]
                 break
             self._evaluate()
             if stop_at_target and record.reached:

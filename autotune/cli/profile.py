@@ -59,7 +59,7 @@ def command(
     if rank_options is not None and (validate or convergence or zero_stage == "all"):
         option = "--zero-stage all" if zero_stage == "all" else "--validate or --convergence"
         raise InputError(f"--engine deepspeed cannot be combined with {option}: only one stage is profiled")
-    known = None if fresh or validate or convergence or rank_options else indexed_profile(job, runs_dir)
+    known = None if fresh or validate or convergence or rank_options else indexed_profile(job, runs_dir, lean=lean)
     if known is not None:
         _show(known[0], known[1], {}, cached=True, as_json=as_json)
         return

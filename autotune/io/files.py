@@ -279,7 +279,11 @@ def require_plain(folder: Path) -> None:
     """
     try:
         for entry in _entries(folder):
-            found = special(entry.stat(follow_symlinks=False).st_mode)
+            try:
+                found = special(entry.stat(follow_symlinks=False).st_mode)
+            except FileNotFoundError:
+                # Another thread's temporary file, which has its final name by now.
+                continue
             if found not in (None, "a folder"):
                 raise InputError(f"is {found}", where=entry.path, allowed="regular files and folders in a run's folder")
     except OSError as error:

@@ -8,7 +8,7 @@ from torch import nn
 
 from autotune.errors import PlanError
 from autotune.mechanics import controls
-from autotune.plan import Plan, told_unnamed
+from autotune.plan import Plan, Precision, Storage, told_unnamed
 from autotune.units import find_units
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,26 @@ def apply(model: nn.Module, plan: Plan, *, fp32_borders: bool = False) -> None:
     unnamed = _unnamed(model, plan)
     if unnamed:
         logger.warning("apply: %s", told_unnamed(unnamed))
+    compiled = _compiled(model, plan)
+    if compiled is not None:
+        whole = f"{compiled!r} is" if compiled else "the model is"
+        logger.warning("apply: %s compiled as a whole, and compiled code does not follow the plan", whole)
+
+
+def _compiled(model: nn.Module, plan: Plan) -> str | None:
+    """Return the name of the first compiled module that contains a unit that the plan changes; ``None`` without one."""
+    changed = [
+        name
+        for name in {**plan.precision, **plan.storage}
+        if (plan.precision_of(name), plan.storage_of(name)) != (Precision.INHERIT, Storage.SAVE)
+    ]
+    for name, module in model.named_modules(remove_duplicate=False):
+        within = any(not name or unit == name or unit.startswith(f"{name}.") for unit in changed)
+        if within and (
+            getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+        ):
+            return str(name)
+    return None
 
 
 def _unnamed(model: nn.Module, plan: Plan) -> list[str]:

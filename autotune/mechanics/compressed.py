@@ -3,8 +3,12 @@
 The forward pass is exact; the backward pass uses rounded activations, so gradients are approximate. Numbers are rounded
 in groups, each with its own range. Eight bits round to nearest; four bits round up or down at random so that the
 expected value is the number itself, with random numbers that are drawn once per device and leave the run's generators
-alone. Everything that is no large tensor of floating-point numbers (masks, indices, means, the unit's own parameters
-and buffers) is kept as it is.
+alone. Everything that is no large tensor of floating-point numbers (masks, indices, means, parameters and the unit's
+buffers) is kept as it is, and so is a tensor with infinite or undefined numbers.
+
+Where a gradient hangs on the exact value of an activation (the maximum of many, a root near 0, a norm over a few
+numbers), the error may be large; a profile measures it. Writing to a compressed activation in place, which torch would
+refuse in the backward pass, goes unnoticed: the gradient is that of the former values.
 
 Source: ActNN (Chen et al., 2021) and GACT (Liu et al., 2022), whose group size of 256 this file uses.
 """
@@ -108,12 +112,12 @@ class _Packer:
     def __init__(self, bits: int, exact: frozenset[int], smallest: int, number: int) -> None:
         self._bits, self._exact, self._smallest, self._number = bits, exact, smallest, number
         # By identity: the result, and a reference that keeps the storage's address from being used again.
-        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Bits | _Rounded]] = {}
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Kept | Bits | _Rounded]] = {}
 
     def pack(self, tensor: torch.Tensor) -> _Kept | Bits | _Rounded:
         """Return what is kept of a tensor."""
-        tensor = tensor.detach()
-        if not self._takes(tensor):
+        is_weight, tensor = isinstance(tensor, torch.nn.Parameter), tensor.detach()
+        if is_weight or not self._takes(tensor):
             return _Kept(tensor, tensor._version)
         storage = tensor.untyped_storage()
         key = (
@@ -125,10 +129,11 @@ class _Packer:
             tensor.stride(),
         )
         if key not in self._known:
-            self._known[key] = StorageWeakRef(storage), self._packed(tensor)
+            packed = self._packed(tensor) or _Kept(tensor, tensor._version)
+            self._known[key] = StorageWeakRef(storage), packed
         return self._known[key][1]
 
-    def _packed(self, tensor: torch.Tensor) -> Bits | _Rounded:
+    def _packed(self, tensor: torch.Tensor) -> Bits | _Rounded | None:
         if tensor.dtype is torch.bool:
             return mask_in_bits(tensor)
         return _rounded(tensor, self._bits, self._number + len(self._known))
@@ -165,11 +170,11 @@ def compressed(
         return forward(*args, **kwargs)
 
 
-def _rounded(tensor: torch.Tensor, bits: int, number: int) -> _Rounded:
-    """Return a tensor's numbers in few bits.
+def _rounded(tensor: torch.Tensor, bits: int, number: int) -> _Rounded | None:
+    """Return a tensor's numbers in few bits; ``None`` if some are infinite or undefined, as in masks of attention.
 
     Only the lowest number of a group has code 0, so that what is above 0 stays above 0, on which the gradient of ReLU
-    depends. A group with an infinite or undefined number becomes undefined, so that scaled losses find it.
+    depends.
 
     Args:
         tensor: the tensor, not empty.
@@ -192,6 +197,8 @@ def _rounded(tensor: torch.Tensor, bits: int, number: int) -> _Rounded:
         found.view(-1).add_(_drawn(_noise(device), number + place, found.numel()))
         whole = torch.maximum(found.floor_(), (values > least).float()).to(torch.uint8)
         codes[part] = whole[:, : _GROUP // 2] | (whole[:, _GROUP // 2 :] << 4)
+    if not torch.isfinite(scale).all():
+        return None
     return _Rounded(codes, scale, lowest, _like(tensor), tensor.dtype)
 
 

@@ -89,8 +89,10 @@ def profile_key(job: Job, device_name: str) -> str:
         "batching": [job.batching, job.batch_size, list(job.accumulation_choices)],
         "units": None if job.units is None else list(job.units),
         "storages": list(offered(job.storages)),
+        "clips": job.clip_norm is not None,
         "device": device_name,
         "threads": torch.get_num_threads(),
+        "mkldnn": bool(torch.backends.mkldnn.enabled),
         "versions": [torch.__version__, PROFILE_VERSION],
         # The device's name does not tell where the job trains, or with which settings.
         **devices.settings(devices.device_kind()),

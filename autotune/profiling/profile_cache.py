@@ -29,11 +29,10 @@ from autotune.job import Job
 from autotune.mechanics.devices import device_kind, device_name
 from autotune.plan import Plan
 from autotune.profiling.job_shape import fixed_shape, profile_key
+from autotune.profiling.profile_index import LEAN
 from autotune.profiling.profiler import ProfilerOptions, calibration_plan, profile
 from autotune.profiling.rank_profiler import profile_on_ranks
 
-# Suffix of the file names of lean profiles in the cache.
-_LEAN = "-lean"
 # Timed steps of one visit to a plan, after a warm-up step. Every plan is visited twice.
 _TIMED_STEPS = 3
 
@@ -195,7 +194,7 @@ def _cached_files(job: Job, runs: Path, ranked: Ranked | None) -> tuple[str, tup
     """Return the key of a job's profiles on this device, and the files of the full and the lean profile."""
     key = _key_of(job, ranked)
     kind = "" if ranked is None else ranked.kind
-    return key, (cache_path(job, runs, key, kind), cache_path(job, runs, key, kind + _LEAN))
+    return key, (cache_path(job, runs, key, kind), cache_path(job, runs, key, kind + LEAN))
 
 
 def _read_cached(path: Path, key: str) -> Profile | None:

@@ -19,15 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalog import is_job_file
+from autotune.choices import STORAGES_VARIABLE
 from autotune.cost_model.profile import PROFILE_VERSION, Profile
 from autotune.errors import InputError
 from autotune.io.documents import document, validated
 from autotune.io.files import inside, read_bytes, read_json, write_json
+from autotune.mechanics.known_precisions import PRECISIONS_VARIABLE
 
+# Suffix of the file names of lean profiles.
+LEAN = "-lean"
 _INDEX = "index.json"
 _LARGEST_SOURCE_BYTES = 16 * 2**20
 # Environment variables that change how a job runs.
-_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", PRECISIONS_VARIABLE, STORAGES_VARIABLE)
 
 
 @document
@@ -45,12 +49,13 @@ class _Entry:
     environment: dict[str, Any]
 
 
-def indexed_profile(reference: str, runs: Path) -> tuple[Profile, Path] | None:
+def indexed_profile(reference: str, runs: Path, *, lean: bool = True) -> tuple[Profile, Path] | None:
     """Return the latest profile of a reference, or ``None`` if anything that it was made from may have changed.
 
     Args:
         reference: the job, as it is named on the command line.
         runs: the folder of runs.
+        lean: whether a lean profile will do.
     """
     profiles = runs / "profiles"
     try:
@@ -58,6 +63,8 @@ def indexed_profile(reference: str, runs: Path) -> tuple[Profile, Path] | None:
         if entry is None or entry.environment != _environment() or not entry.sources:
             return None
         path = inside(profiles, entry.file)
+        if not lean and path.stem.endswith(LEAN):
+            return None
         roots = _roots(reference)
         same = all(
             _is_source(Path(name), roots) and _digest(Path(name)) == digest for name, digest in entry.sources.items()

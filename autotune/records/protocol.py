@@ -140,6 +140,8 @@ class RunRecord:
     # Share of the processor time of training in which threads waited for a processor; None if unknown.
     waited_frac: float | None = None
     failure: str | None = None
+    # What the failure was, in words, such as the exception.
+    failure_detail: str | None = None
     # Training seconds, samples and metric at each evaluation, and plans with the step at which they were applied.
     curve: list[tuple[float, int, float]] = field(default_factory=list)
     plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)

@@ -273,6 +273,7 @@ class Run:
     energy_j: NotNegative | None
     energy_source: Text
     failure: Text | None
+    failure_detail: Text | None = None
     curve: list[tuple[Seconds, Count, Quantity]]
     ran_s: tuple[_Time, _Time] = (0.0, 0.0)
     out_of_memory: Count = 0

@@ -154,8 +154,10 @@ def _without_verdicts(entries: Sequence[Mapping[str, Any]], reason: str) -> list
 
 def _incomparable(runs: Sequence[RunRecord], baseline: Sequence[RunRecord], *, targeted: bool) -> str | None:
     """Return why an arm cannot be compared with the baseline; ``None`` if it can."""
-    if not targeted and any(record.failure is not None for record in baseline):
-        return "the baseline failed"
+    failed = [record for record in baseline if record.failure is not None and not (targeted and record.reached)]
+    if failed:
+        detail = f": {failed[0].failure_detail}" if failed[0].failure_detail else ""
+        return f"the baseline failed ({failed[0].failure} after {failed[0].steps} steps{detail})"
     if not all(record.reached for record in baseline):
         return "the baseline did not reach its target on every seed"
     if any(record.failure is not None for record in baseline):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from autotune.choices import DEFAULT_STORAGES
 from autotune.engines.deepspeed_config import STAGES
 from autotune.plan import Plan, Precision
 from autotune.report.export_targets import Export, Launched
@@ -43,11 +44,14 @@ def to_deepspeed(launched: Launched) -> Export:
     stored = plan.by_storage.items()
     if stored:
         own = plan.changed(precision=dict.fromkeys(plan.precision, Precision.INHERIT))
+        attached = f'autotune.attach(engine=engine, policy="{PLAN_FILE}", limits=autotune.Limits(gain_frac=-1.0))'
+        # An attached run places no others.
+        places = set(plan.by_storage) <= set(DEFAULT_STORAGES)
+        how = attached if places else f'autotune.apply(engine.module, autotune.Plan.load("{PLAN_FILE}"))'
         files[PLAN_FILE] = own.to_json()
         notes.append(
             f"{' and '.join(f'{len(names)} units are {one.label} ({_listed(names)})' for one, names in stored)}: "
-            "after deepspeed.initialize, "
-            f'tuner = autotune.attach(engine=engine, policy="{PLAN_FILE}", limits=autotune.Limits(gain_frac=-1.0))'
+            f"after deepspeed.initialize, {'tuner = ' * places}{how}"
         )
     if held := own_launch(plan.changed(launch=replace(plan.launch, zero_stage=None))):
         notes.append(f"not included: {held}")
