@@ -286,7 +286,7 @@ class Simulation:
 
         Args:
             k: shape (n,), number of each lane's k among its job's.
-            choices: shape (n, max_units); see :func:`autotune.cost_model.cost_arrays.choice_index`.
+            choices: shape (n, max_units); see :class:`autotune.cost_model.cost_arrays.Numbering`.
             steps: optimizer steps of the window; one that is over its budget ends after its first.
         """
         lanes, plans = self.lanes, Plans(job=self.lanes.job, k=k, choices=choices)

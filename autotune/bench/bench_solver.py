@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from autotune.bench.harness import SILENT, document_of
+from autotune.choices import DEFAULT_STORAGES
 from autotune.cost_model.cost_arrays import CostArrays, Plans
 from autotune.cost_model.price_solver import PriceSolver
 from autotune.cost_model.profile import Profile
@@ -57,7 +58,7 @@ def bench_solver(*, instances: int, seed: int, reporter: Reporter = SILENT) -> d
         "price_solver_gap_median": float(np.median(price_gaps)),
         "price_solver_gap_p95": float(np.quantile(price_gaps, 0.95)),
         "seconds_1000_units": max(entry["seconds_per_k_max"] for entry in large.values()),
-        "options_per_unit": 2 * len(_PRECISIONS),
+        "options_per_unit": len(DEFAULT_STORAGES) * len(_PRECISIONS),
         "large": large,
     }
     return document_of("solver", figures)
@@ -87,9 +88,9 @@ def _against_brute_force(profile: Profile, tightness: float) -> tuple[float, flo
 
 def _every_plan(arrays: CostArrays) -> tuple[np.ndarray, np.ndarray]:
     """Return the predicted peak and seconds of every plan of the only job."""
-    profile = arrays.profiles[0]
+    profile, each = arrays.profiles[0], len(arrays.numbering.storages)
     options = [
-        [2 * p + s for p in range(len(profile.precisions)) for s in ((0, 1) if unit.recomputable else (0,))]
+        [each * p + s for p in range(len(profile.precisions)) for s in (range(each) if unit.recomputable else (0,))]
         for unit in profile.units
     ]
     choices = np.array(list(itertools.product(*options)), dtype=np.int64)

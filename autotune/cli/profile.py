@@ -142,7 +142,7 @@ def _table(profile: Profile) -> Table:
     table.add_column("unit")
     names = list(dict.fromkeys(name for s in profile.table(k).segments if s.unit for name in s.costs))
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for segment in profile.table(k).segments:
         if segment.unit is not None:
             cells = [

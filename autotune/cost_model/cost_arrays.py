@@ -23,27 +23,33 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 # Lower than every level, so that padded segments never determine the peak.
 _NEVER = -1e18
-_RECOMPUTES = np.array([storage.recomputes for storage in STORAGES])
 
 
-def choice_index(precision_index: int, storage: Storage) -> int:
-    """Return the number of a choice: the precision's index times the number of storages, plus the storage's index."""
-    return len(STORAGES) * precision_index + STORAGES.index(storage)
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """How the choices of a unit are numbered: by precision, and within a precision by storage.
 
+    Attributes:
+        storages: the storages that some of the jobs have, from the fastest to the leanest; the first is ``save``.
+    """
 
-def precision_index(choices: Indices) -> Indices:
-    """Return the index of each choice's precision among those of the job."""
-    return choices // len(STORAGES)
+    storages: tuple[Storage, ...]
 
+    def number(self, precision: int, storage: Storage) -> int:
+        """Return the number of a choice, given the precision's index among those of the job."""
+        return len(self.storages) * precision + self.storages.index(storage)
 
-def storage_index(choices: Indices) -> Indices:
-    """Return the index of each choice's storage in ``STORAGES``."""
-    return choices % len(STORAGES)
+    def precision(self, choices: Indices) -> Indices:
+        """Return the index of each choice's precision among those of the job."""
+        return choices // len(self.storages)
 
+    def storage(self, choices: Indices) -> Indices:
+        """Return the index of each choice's storage among :attr:`storages`."""
+        return choices % len(self.storages)
 
-def recomputes(choices: Indices) -> NDArray[np.bool_]:
-    """Return whether each choice recomputes."""
-    return _RECOMPUTES[storage_index(choices)]
+    def recomputes(self, choices: Indices) -> NDArray[np.bool_]:
+        """Return whether each choice recomputes."""
+        return np.array([storage.recomputes for storage in self.storages])[self.storage(choices)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class Plans:
     Attributes:
         job: shape (n,), number of the job.
         k: shape (n,), index of k among the job's accumulation choices.
-        choices: shape (n, max_units), number of each unit's choice; see :func:`choice_index`.
+        choices: shape (n, max_units), number of each unit's choice; see :class:`Numbering`.
     """
 
     job: Indices
@@ -101,6 +107,7 @@ class CostArrays:
         max_k: largest number of accumulation choices of a job.
         variants: number of cost sets of a job: one per k for mixed precisions and, if a profile has them, one per k and
             16-bit precision for plans that use it everywhere. The index of a set is regime x max_k + k.
+        numbering: how the choices of a unit are numbered.
         max_precisions: largest number of precisions of a job.
         max_choices: choices per unit: the largest number of precisions times the number of storages.
         num_units: shape (jobs,), number of units.
@@ -122,7 +129,9 @@ class CostArrays:
         self.max_units = max(max(len(p.units) for p in profiles), max_units or 0)
         self.max_k = max(len(p.tables) for p in profiles)
         self.max_precisions = max(len(p.precisions) for p in profiles)
-        self.max_choices = len(STORAGES) * self.max_precisions
+        known = {storage for profile in self.profiles for storage in profile.space.storages}
+        self.numbering = Numbering(tuple(storage for storage in STORAGES if storage in known))
+        self.max_choices = len(self.numbering.storages) * self.max_precisions
         self.regimes = self.max_precisions if any(p.uniform_tables for p in profiles) else 1
         self.variants = self.regimes * self.max_k
         tables = [table for p in profiles for table in (*p.tables, *(t for u in p.uniform_tables.values() for t in u))]
@@ -189,7 +198,7 @@ class CostArrays:
         for index, segment in enumerate(table.segments):
             if segment.unit is not None:
                 self._unit_of[(*where, index)] = numbers[segment.unit]
-            for choice, name in enumerate(_names(profile, segment, self.max_choices)):
+            for choice, name in enumerate(self._names(profile, segment)):
                 at = (*where, index, choice)
                 if name not in segment.costs:
                     # A choice that could not be profiled never fits.
@@ -224,7 +233,7 @@ class CostArrays:
             self._last[at] = min(boundary.last_use, len(table.segments) - 1)
             self._passes[at] = boundary.last_use > boundary.born
             for number, (segment, names) in enumerate(boundary.keepers.items()):
-                own = _names(profile, table.segments[segment], self.max_choices)
+                own = self._names(profile, table.segments[segment])
                 self._keeper[(number, *at)] = segment
                 keeps = [name in names for name in own]
                 self._keeper_bits[(number, *at)] = sum(1 << choice for choice, kept in enumerate(keeps) if kept)
@@ -232,11 +241,24 @@ class CostArrays:
                 if unit is not None and not boundary.held:
                     self.unit_kept_bytes[(*where, numbers[unit])] += np.array(keeps) * boundary.size_bytes
 
+    def _names(self, profile: Profile, segment: Segment) -> list[str]:
+        """Return the name of each choice of a segment; saving replaces a storage that the segment cannot have."""
+        if segment.unit is None:
+            return [FIXED] * self.max_choices
+        storages, last = self.numbering.storages, len(profile.precisions) - 1
+        if not profile.unit(segment.unit).recomputable:
+            storages = (Storage.SAVE,) * len(storages)
+        return [
+            choice_name(profile.precisions[min(precision, last)], storage)
+            for precision in range(self.max_precisions)
+            for storage in storages
+        ]
+
     def encode(self, job: int, plan: Plan) -> tuple[int, Indices]:
         """Return the index of a plan's k, and its units' choices, shape (max_units,).
 
         Raises:
-            ProfileError: if the plan's k or a precision is not in the job's profile.
+            ProfileError: if the plan's k, a precision or a storage is not in the job's profile.
         """
         profile = self.profiles[job]
         k = profile.tables.index(profile.table(plan.accumulation_steps))
@@ -249,24 +271,31 @@ class CostArrays:
                     where=f"profile of {profile.job}",
                     allowed=profile.precisions,
                 )
-            choices[number] = choice_index(profile.precisions.index(precision), plan.storage_of(unit.name))
+            storage = plan.storage_of(unit.name)
+            if storage not in self.numbering.storages:
+                raise ProfileError(
+                    f"storage of {unit.name!r} is {str(storage)!r}, which was not profiled",
+                    where=f"profile of {profile.job}",
+                    allowed=self.numbering.storages,
+                )
+            choices[number] = self.numbering.number(profile.precisions.index(precision), storage)
         return k, choices
 
     def decode(self, job: int, k: int, choices: Indices) -> Plan:
         """Return the plan with a k index and unit choices; the inverse of :meth:`encode`."""
-        profile = self.profiles[job]
+        profile, storages = self.profiles[job], self.numbering.storages
         pairs = list(zip(profile.units, choices.tolist(), strict=False))
         return Plan(
             accumulation_steps=profile.tables[k].accumulation_steps,
-            precision={unit.name: profile.precisions[choice // len(STORAGES)] for unit, choice in pairs},
-            storage={unit.name: STORAGES[choice % len(STORAGES)] for unit, choice in pairs if unit.recomputable},
+            precision={unit.name: profile.precisions[choice // len(storages)] for unit, choice in pairs},
+            storage={unit.name: storages[choice % len(storages)] for unit, choice in pairs if unit.recomputable},
         )
 
     def variant(self, plans: Plans) -> Indices:
         """Return the index of each plan's cost set, shape (n,)."""
         if self.regimes == 1:
             return plans.k
-        precision = precision_index(plans.choices)
+        precision = self.numbering.precision(plans.choices)
         first = precision[:, :1]
         there = np.arange(self.max_units)[None, :] < self.num_units[plans.job][:, None]
         uniform = ((precision == first) | ~there).all(axis=1)
@@ -370,12 +399,3 @@ def _table(profile: Profile, regime: int, mixed: StepTable) -> StepTable:
 def _larger(first: tuple[int, int], later_one: tuple[int, int], *, later: bool) -> tuple[int, int]:
     """Return the larger of two needs, as constant and activation bytes; the second applies only if k > 1."""
     return later_one if later and sum(later_one) > sum(first) else first
-
-
-def _names(profile: Profile, segment: Segment, count: int) -> list[str]:
-    """Return the name of each choice of a segment; saving replaces a storage that the segment cannot have."""
-    if segment.unit is None:
-        return [FIXED] * count
-    each, last = len(STORAGES), len(profile.precisions) - 1
-    storages = STORAGES if profile.unit(segment.unit).recomputable else (Storage.SAVE,) * each
-    return [choice_name(profile.precisions[min(c // each, last)], storages[c % each]) for c in range(count)]

@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.choices import STORAGES
-from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans, precision_index, storage_index
+from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans
 from autotune.cost_model.price_solver import PriceSolver
 
 # Factors on the profiled length at which peaks are tabulated. A peak is convex in the length, so interpolation between
@@ -55,7 +54,7 @@ class PlanPool:
     Attributes:
         there: shape (jobs, m), false for padding.
         k: shape (jobs, m), the index of each plan's k.
-        choices: shape (jobs, m, max_units); see :func:`autotune.cost_model.cost_arrays.choice_index`.
+        choices: shape (jobs, m, max_units); see :class:`autotune.cost_model.cost_arrays.Numbering`.
         peaks: shape (jobs, m, len(LENGTHS)), bytes at each length.
         weights: shape (jobs, m, max_units x precisions), seconds of each unit in its precision; 0 in others.
         between: shape (jobs, m), seconds of the code between units, which also grow with the length.
@@ -161,7 +160,7 @@ def _filled(arrays: CostArrays, there: NDArray[np.bool_], k: Indices, choices: I
     told = arrays.unit_seconds[flat.job, variant]
     own = np.take_along_axis(told, flat.choices[:, :, None], axis=2)
     weights = np.zeros((jobs * size, arrays.max_units, arrays.max_precisions))
-    np.put_along_axis(weights, precision_index(flat.choices)[:, :, None], own, axis=2)
+    np.put_along_axis(weights, arrays.numbering.precision(flat.choices)[:, :, None], own, axis=2)
     peaks = peaks.reshape(jobs, size, -1)
     none = (choices == 0).all(axis=2) & (k == 0) & there
     return PlanPool(
@@ -251,7 +250,7 @@ def _solved(arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, s
     )
     lanes = np.full(len(world), job)
     told = np.where(_lacking(arrays, job), np.inf, arrays.unit_seconds[job])
-    seconds = told[None] * np.repeat(worlds[world], len(STORAGES), axis=2)[:, None]
+    seconds = told[None] * np.repeat(worlds[world], len(arrays.numbering.storages), axis=2)[:, None]
     worth = np.where(np.arange(arrays.max_k)[None, :] == k[:, None], 1.0, 1e-9)
     # If none of a variant's choices could be profiled, the solver's rates are NaN and none is taken.
     with np.errstate(invalid="ignore"):
@@ -261,10 +260,10 @@ def _solved(arrays: CostArrays, solver: PriceSolver, job: int, worlds: Floats, s
 
 def _neighbours(arrays: CostArrays, job: int, rows: Indices, most: int, generator: np.random.Generator) -> Indices:
     """Return plans that differ in one unit from given ones: all of them, or at most ``most`` drawn at random."""
-    choices = len(STORAGES) * int(arrays.num_precisions[job])
+    choices = len(arrays.numbering.storages) * int(arrays.num_precisions[job])
     unit, choice = np.nonzero(
         (np.arange(arrays.max_units)[:, None] < arrays.num_units[job])
-        & (arrays.recomputable[job][:, None] | (storage_index(np.arange(choices)) == 0))
+        & (arrays.recomputable[job][:, None] | (arrays.numbering.storage(np.arange(choices)) == 0))
     )
     changes = len(rows) * len(unit)
     drawn = np.arange(changes) if changes <= most else generator.choice(changes, most, replace=False)
@@ -281,7 +280,7 @@ def _best(arrays: CostArrays, job: int, rows: Indices, worlds: Floats, settings:
     peak = arrays.peak_bytes(plans)
     own = np.take_along_axis(arrays.unit_seconds[plans.job, variant], plans.choices[:, :, None], axis=2)[:, :, 0]
     rest = arrays.between_seconds[job, variant] + arrays.constant_seconds[job, variant]
-    precision = precision_index(plans.choices)
+    precision = arrays.numbering.precision(plans.choices)
     fits = (peak[:, None] <= _bounds(arrays, job, settings.budgets)[None, :]) & (peak[:, None] < _NEVER)
     votes = np.zeros(len(rows))
     for number, world in enumerate(worlds):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans, precision_index, storage_index
+from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Plans
 
 # Smallest cost of a link in seconds, so that free links come first at a finite rate.
 _FREE_S = 1e-12
@@ -88,12 +88,12 @@ class PriceSolver:
         choice = np.arange(arrays.max_choices)
         unit = np.arange(arrays.max_units)
         there = unit[None, :] < arrays.num_units[:, None]
-        has = precision_index(choice)[None, :] < arrays.num_precisions[:, None]
-        kept = arrays.recomputable[:, :, None] | (storage_index(choice) == 0)
+        has = arrays.numbering.precision(choice)[None, :] < arrays.num_precisions[:, None]
+        kept = arrays.recomputable[:, :, None] | (arrays.numbering.storage(choice) == 0)
         own = there[:, :, None] & has[:, None, :] & kept
         # A variant for one 16-bit precision allows no other precision.
         regime = np.arange(arrays.variants) // arrays.max_k
-        within = (regime[:, None] == 0) | (precision_index(choice)[None, :] == regime[:, None])
+        within = (regime[:, None] == 0) | (arrays.numbering.precision(choice)[None, :] == regime[:, None])
         # Shape (jobs, variants, max_units, choices).
         self._allowed = own[:, None] & within[None, :, None, :] & ~arrays.missing
         shape = (-1, arrays.max_units, arrays.max_choices)

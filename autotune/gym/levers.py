@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost_model.cost_arrays import Floats, precision_index, recomputes
+from autotune.cost_model.cost_arrays import Floats
 from autotune.simulator.online_planner import DIP, Levers, Planner, Seen, Situation
 
 LEVER_VERSION = 2
@@ -216,7 +216,7 @@ class Watch:
         seconds = lanes.pool.weights[rows, planner.plan].reshape(mean.shape) * mean
         chosen = seconds.sum(axis=2)
         there = np.arange(choices.shape[1])[None, :] < lanes.num_units[:, None]
-        precision = precision_index(choices)
+        precision = lanes.numbering.precision(choices)
         own = np.take_along_axis(deviation, precision[:, :, None], axis=2)[:, :, 0]
         believed = np.take_along_axis(mean, precision[:, :, None], axis=2)[:, :, 0]
         parts = [
@@ -228,7 +228,7 @@ class Watch:
             5 * own,
             5 * deviation.max(axis=2),
             (precision > 0).astype(float),
-            recomputes(choices).astype(float),
+            lanes.numbering.recomputes(choices).astype(float),
         ]
         return np.where(there[:, :, None], np.stack(parts, axis=2), 0.0)
 
@@ -334,7 +334,7 @@ RUN_FEATURES: dict[str, Callable[[Watch], Floats]] = {
     "surprise": lambda w: 10 * w.memory.surprise,
     "surprise_deviation": lambda w: 10 * _deviation(w.memory.surprise, w.memory.surprise_square),
     "unsure": lambda w: 5 * w.unsure.mean(axis=(1, 2)),
-    "recomputed": lambda w: w.share(recomputes(w.choices)),
-    "lowered": lambda w: w.share(precision_index(w.choices) > 0),
+    "recomputed": lambda w: w.share(w.planner.lanes.numbering.recomputes(w.choices)),
+    "lowered": lambda w: w.share(w.planner.lanes.numbering.precision(w.choices) > 0),
     "depth": lambda w: np.log2(1 + w.planner.lanes.num_units) / 4,
 }

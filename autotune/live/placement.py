@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost_model.cost_arrays import CostArrays, Plans, precision_index, recomputes
+from autotune.cost_model.cost_arrays import CostArrays, Plans
 from autotune.cost_model.plan_pool import LENGTHS, PoolSettings, make_pool
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, solve_each
@@ -54,12 +54,13 @@ class Placements:
         seconds = pool.seconds_per_step(rates, np.ones(1))[0][there]
         k, choices = pool.k[0][there], pool.choices[0][there]
         # Among plans of about the same time, the one that recomputes least comes first.
-        order = np.lexsort((recomputes(choices).sum(axis=1), np.round(seconds / seconds.min(), 4)))
+        recomputed = self._arrays.numbering.recomputes(choices).sum(axis=1)
+        order = np.lexsort((recomputed, np.round(seconds / seconds.min(), 4)))
         k, choices = k[order], choices[order]
         self.plans = [self._arrays.decode(0, int(one), row) for one, row in zip(k, choices, strict=True)]
         self.seconds: NDArray[np.float64] = seconds[order]
-        self._recomputed: NDArray[np.int64] = recomputes(choices).sum(axis=1)
-        self._peaks: NDArray[np.float64] = pool.peaks[0][there][order] + _states(choices)
+        self._recomputed: NDArray[np.int64] = recomputed[order]
+        self._peaks: NDArray[np.float64] = pool.peaks[0][there][order] + _states(self._recomputed)
         # Precisions stay between decisions, and so does k where it sets the samples of a step.
         self._groups: dict[tuple[int, ...], NDArray[np.int64]] = {}
         keys = [self._group_of(int(one), row) for one, row in zip(k, choices, strict=True)]
@@ -83,7 +84,7 @@ class Placements:
         return self._groups.get(self._group_of(k, choices))
 
     def _group_of(self, k: int, choices: NDArray[np.int64]) -> tuple[int, ...]:
-        return (k if self.profile.batching == "adaptive" else 0, *precision_index(choices).tolist())
+        return (k if self.profile.batching == "adaptive" else 0, *self._arrays.numbering.precision(choices).tolist())
 
     def fastest(self, usable_bytes: float, length: float, rows: NDArray[np.int64] | None = None) -> Plan | None:
         """Return the fastest plan whose predicted peak fits; ``None`` if there is none.
@@ -119,7 +120,8 @@ class Placements:
         except ProfileError:
             return np.empty((0, 0))
         one = Plans(np.zeros(1, dtype=np.int64), np.array([k]), choices[None])
-        return np.asarray(self._arrays.peaks_by_length(one, LENGTHS) + _states(one.choices))
+        recomputed = self._arrays.numbering.recomputes(one.choices).sum(axis=1)
+        return np.asarray(self._arrays.peaks_by_length(one, LENGTHS) + _states(recomputed))
 
     def seconds_of(self, plan: Plan) -> float:
         """Return a plan's predicted seconds per step at the profiled size; infinite if it cannot be predicted."""
@@ -148,14 +150,13 @@ class Placements:
         return np.asarray(peaks[:, place] + share * (peaks[:, place + 1] - peaks[:, place]))
 
 
-def _states(choices: NDArray[np.int64]) -> NDArray[np.float64]:
+def _states(recomputed: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the bytes of generators' states kept for recomputation, which do not shrink with a small batch.
 
     Args:
-        choices: shape (plans, units).
+        recomputed: shape (plans,), number of recomputed units.
     """
-    recomputed = recomputes(choices).sum(axis=1, keepdims=True)
-    return np.asarray(_STATE_BYTES * recomputed * np.maximum(1 - LENGTHS, 0.0))
+    return np.asarray(_STATE_BYTES * recomputed[:, None] * np.maximum(1 - LENGTHS, 0.0))
 
 
 def usable(budget_bytes: float | None) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices
+from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Numbering
 from autotune.cost_model.goodput import step_efficiency
 from autotune.cost_model.plan_pool import PlanPool
 from autotune.io.documents import STRICT
@@ -220,6 +220,7 @@ class Lanes:
 
     Attributes:
         pool: each lane's plans; see :meth:`PlanPool.take`.
+        numbering: how the choices of a unit are numbered.
         steps: shape (n, plans), k of each plan.
         batch: shape (n,), samples in one batch.
         adaptive: shape (n,), whether a step consumes k batches.
@@ -230,6 +231,7 @@ class Lanes:
     """
 
     pool: PlanPool
+    numbering: Numbering
     steps: Floats
     batch: Floats
     adaptive: Flags
@@ -254,6 +256,7 @@ class Lanes:
         profiles = arrays.profiles
         return cls(
             pool=pool.take(job),
+            numbering=arrays.numbering,
             steps=np.take_along_axis(arrays.accumulation_steps[job], pool.k[job], axis=1).astype(np.float64),
             batch=np.array([float(profile.batch_size) for profile in profiles])[job],
             adaptive=np.array([profile.batching == "adaptive" for profile in profiles])[job],

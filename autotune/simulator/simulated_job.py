@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, precision_index
+from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices
 from autotune.cost_model.profile import Profile
 from autotune.job import WarmupCosine
 from autotune.simulator.convergence import Convergence, Curve, falling
@@ -91,7 +91,7 @@ class JobArrays:
             for place, unit in enumerate(job.profile.units):
                 errors = job.convergence.squared_errors.get(unit.name, {})
                 for index, precision in enumerate(job.profile.precisions):
-                    chosen = precision_index(choices) == index
+                    chosen = arrays.numbering.precision(choices) == index
                     squared_errors[number, place, chosen] = errors.get(str(precision), 0.0)
         return cls(
             loss=Curves.of([model.loss for model in models]),
