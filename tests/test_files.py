@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -209,6 +210,23 @@ def test_folder_with_special_files_is_not_plain(short_path: Path, kind: str):
     SPECIAL[kind](folder / "deep" / "odd")
     with pytest.raises(InputError, match=r"odd: is a (pipe|link|socket|device)"):
         require_plain(folder)
+
+
+def test_a_temporary_file_that_vanishes_while_it_is_inspected_does_not_matter(tmp_path: Path):
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            write_json(tmp_path / "written.json", {"a": 1})
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(3000):
+            require_plain(tmp_path)
+    finally:
+        ended.set()
+        writer.join()
 
 
 def test_writing_into_a_missing_folder_is_an_os_error(tmp_path: Path):

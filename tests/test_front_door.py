@@ -160,6 +160,16 @@ def test_units_that_a_plan_does_not_name_are_told(
     assert caplog.messages == told
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_plan_for_compiled_units_is_told_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    model[1].compile()
+    autotune.apply(model, Plan(storage=dict.fromkeys("012", "save")))
+    assert caplog.messages == []
+    autotune.apply(model, Plan(storage=dict.fromkeys("012", "recompute")))
+    assert caplog.messages == ["apply: '1' is compiled as a whole, and compiled code does not follow the plan"]
+
+
 def test_a_function_of_torch_in_place_of_a_loss_is_refused_with_what_to_give_instead() -> None:
     model, loader, optimizer = loop_of()
     with pytest.raises(InputError, match=r"loss is mse_loss, which takes outputs and targets .*nn.MSELoss\(\)"):
