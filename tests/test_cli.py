@@ -109,7 +109,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     ),
     "unknown storage in a plan": lambda f: (
         ["compare", str(JOB), "--arms", plan_file(f, storage={"blocks.0": "tape"})],
-        "save, recompute",
+        "save, selective, compress8, compress4, rebuild, recompute",
     ),
     "storage of a unit that has none": lambda f: (
         ["compare", str(JOB), "--arms", plan_file(f, storage={"head": "recompute"})],

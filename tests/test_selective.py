@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from autotune import EngineOptions, Plan, Storage, TorchEngine
 from autotune.mechanics import controls
 from autotune.mechanics.recorded_graph import GroupFacts, kept_groups
+from autotune.mechanics.selective import _has_compiled_code
 
 PARTIAL = [Storage.SELECTIVE, Storage.REBUILD]
 
@@ -362,3 +363,33 @@ def test_the_cut_is_the_smallest_and_computes_least_again() -> None:
     assert kept_groups((source, group(1, 0, stays=False), group(90000, 1, saved=True))) == {0}
     # Weights cost nothing.
     assert kept_groups((group(0, fixed=True), group(512, 0, saved=True))) == {0}
+
+
+@torch.compile(backend="eager")
+def compiled_sine(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["part", "part in place", "function"])
+def test_a_unit_with_compiled_code_keeps_running_it(kind: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(64, 64)
+            self.part: Any = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+            if kind == "part":
+                self.part = torch.compile(self.part, backend="eager")
+            elif kind == "part in place":
+                self.part.compile(backend="eager")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.part(self.up(x))
+            return compiled_sine(y) if kind == "function" else y.sin()
+
+    model = Model(Block())
+    expected = pass_of(model, Plan())
+    assert _has_compiled_code(model)
+    for storage in PARTIAL:
+        found = pass_of(model, Plan(storage={"unit": storage}))
+        assert all(map(torch.equal, expected, found))

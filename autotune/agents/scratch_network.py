@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autotune.choices import DEFAULT_STORAGES
 from autotune.gym.observation import GLOBAL_FEATURES, LIMIT, UNIT_FEATURES, Observation
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 
@@ -39,7 +40,7 @@ class Layout:
     precisions: tuple[int, ...]
     num_units: int
     recomputable: tuple[int, ...]
-    storages: tuple[int, ...] = tuple(range(len(Storage)))
+    storages: tuple[int, ...] = tuple(list(Storage).index(storage) for storage in DEFAULT_STORAGES)
 
     @classmethod
     def of(cls, space: PlanSpace) -> Layout:

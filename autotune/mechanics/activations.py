@@ -394,6 +394,7 @@ class Recomputation:
         carriers: names of attributes that are mutable containers or lead to computed tensors, by place of their part.
         compressions: number of calls whose activations were compressed.
         selections: number of calls of whose activations some were kept.
+        compiled: whether the module contains compiled code; ``None`` if unknown.
     """
 
     module: nn.Module
@@ -407,6 +408,7 @@ class Recomputation:
     carriers: dict[int, set[str]] = field(default_factory=dict)
     compressions: int = 0
     selections: int = 0
+    compiled: bool | None = None
     # Whether recomputations must run to their end; ``None`` if unknown.
     _whole: bool | None = None
     _calls: int = 0

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autotune.compiled import CompiledForward
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.compressed import mask_from_bits, mask_in_bits
 from autotune.mechanics.devices import device_kind
@@ -255,6 +257,8 @@ def selective(
 ) -> Any:
     """Call a unit's forward so that autograd keeps few bytes, from which it computes the others again.
 
+    A unit with compiled code keeps all that it saves.
+
     Args:
         unit: the unit's module.
         forward: its forward.
@@ -262,7 +266,9 @@ def selective(
         kwargs: keyword arguments.
         costly: whether matrix products and convolutions may be repeated, too; attention is not.
     """
-    if not unit.may_repeat():
+    if unit.compiled is None:
+        unit.compiled = _has_compiled_code(unit.module)
+    if unit.compiled or not unit.may_repeat():
         return forward(*args, **kwargs)
     recorder = _Recorder(unit, costly=costly)
     try:
@@ -277,6 +283,23 @@ def selective(
 
 # Stands for a tensor that is not understood.
 _STRANGER = _Value(-1, (), None, 0, None)
+
+
+def _has_compiled_code(module: nn.Module) -> bool:
+    """Return whether a part of a module is compiled, or names a compiled function: a mode would run it uncompiled."""
+    for part in module.modules():
+        if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
+            return True
+        own = vars(part).get("forward")
+        if isinstance(getattr(own, "original", own), CompiledForward):
+            return True
+        for kind in type(part).__mro__:
+            function = vars(kind).get("forward")
+            if isinstance(function, FunctionType):
+                known = (function.__globals__.get(name) for name in function.__code__.co_names)
+                if any(hasattr(one, "_torchdynamo_orig_callable") for one in (function, *known)):
+                    return True
+    return False
 
 
 class _Recorder(TorchDispatchMode):
@@ -304,11 +327,6 @@ class _Recorder(TorchDispatchMode):
         self._keys: list[tuple[tuple[int, int], StorageWeakRef]] = []
         self._fixed: set[int] = set()
         self._all: list[_Value] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return that calls need no guard against being compiled, which would take as long as the rest."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
