@@ -246,27 +246,55 @@ def test_a_written_weight_is_refused_as_without_a_plan(storage: Storage) -> None
 
 
 @pytest.mark.parametrize("storage", PARTIAL)
-def test_a_written_source_bars_the_unit_with_a_warning(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
-    class Added(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x + 1).sin() + (x + 2).sin()
+@pytest.mark.parametrize("writes_to", ["input", "output"])
+def test_the_caller_may_write_to_what_autograd_has_not_saved(storage: Storage, writes_to: str) -> None:
+    def shifted(_self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x @ x.new_ones(64, 64)
+        return y, (x + 1).sin() + (x + 2).sin() + (y + 1).sin() + (y + 2).sin()
 
-    model = Model(Added())
-    controls.apply(model, Plan(storage={"unit": storage}))
-    x = torch.randn(64, 64, requires_grad=True)
-    y = x * 1
-    loss = model.unit(y).sum()
-    with torch.no_grad():
-        y.zero_()
-    loss.backward()
-    assert "was written to before its backward pass" in caplog.text
-    x.grad = None
-    y = x * 1
-    loss = model.unit(y).sum()
-    with torch.no_grad():
-        y.zero_()
-    loss.backward()
-    assert torch.equal(x.grad, (x + 2).cos() + (x + 1).cos())
+    gradients = []
+    for choice in (None, storage):
+        model = Model(block(shifted)())
+        controls.apply(model, Plan(storage={} if choice is None else {"unit": choice}))
+        torch.manual_seed(0)
+        x = torch.randn(64, 64, requires_grad=True)
+        given = x * 1
+        y, z = model.unit(given)
+        with torch.no_grad():
+            (given if writes_to == "input" else y).zero_()
+        z.sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("storage", PARTIAL)
+@pytest.mark.parametrize("width", [64, 20_000])
+def test_a_bias_may_be_written_to_between_the_passes_if_it_is_small_and_else_bars_the_unit_with_a_warning(
+    storage: Storage, width: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(width))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * x
+            return y * (y + self.bias).sin() + (y - self.bias).sin()
+
+    gradients = []
+    for choice in (None, storage):
+        model = Model(Shifted())
+        controls.apply(model, Plan(storage={} if choice is None else {"unit": choice}))
+        torch.manual_seed(0)
+        x = torch.randn(4, width, requires_grad=True)
+        loss = model.unit(x).sum()
+        with torch.no_grad():
+            model.unit.bias.zero_()
+        loss.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients) == (width == 64)
+    barred = model.unit.__dict__["forward"].recomputation.barred
+    assert ("was written to before its backward pass" in caplog.text, barred is not None) == (width > 64, width > 64)
 
 
 @pytest.mark.parametrize("storage", PARTIAL)

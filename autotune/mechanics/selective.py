@@ -37,8 +37,11 @@ from autotune.mechanics.devices import device_kind
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.recorded_graph import GroupFacts, kept_groups
 from autotune.mechanics.repeats import is_due
+from autotune.mechanics.trees import tensors
 
 _aten = torch.ops.aten
+# Sources that autograd has not saved are copied up to this size.
+_SMALL_BYTES = 2**16
 _KINDS = (torch.Tensor, nn.Parameter, FakeTensor)
 _WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
 _SOURCE_WRITTEN = "a tensor from which its activations are computed was written to before its backward pass"
@@ -277,7 +280,7 @@ def selective(
     except BaseException:
         recorder.drop()
         raise
-    recorder.finish()
+    recorder.finish(result)
     return result
 
 
@@ -326,6 +329,8 @@ class _Recorder(TorchDispatchMode):
         self._made_from: list[tuple[int, ...]] = []
         self._keys: list[tuple[tuple[int, int], StorageWeakRef]] = []
         self._fixed: set[int] = set()
+        # Groups of tensors that the unit was given, its own weights excepted.
+        self._outside: set[int] = set()
         self._all: list[_Value] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -402,7 +407,11 @@ class _Recorder(TorchDispatchMode):
 
     def _value_of(self, tensor: torch.Tensor) -> _Value:
         """Return the value that a tensor holds; one from outside the unit is kept."""
-        return self._add(tensor, None, 0)
+        known = len(self._sizes)
+        value = self._add(tensor, None, 0)
+        if value.group == known and self._sizes[known]:
+            self._outside.add(known)
+        return value
 
     def _add(self, tensor: torch.Tensor, op: _Op | None, place: int) -> _Value:
         """Return the value that a tensor holds; if it is not known, it is added as a result of an operation."""
@@ -436,8 +445,14 @@ class _Recorder(TorchDispatchMode):
         value.tensor, value.version = tensor, tensor._version
         return value
 
-    def finish(self) -> None:
-        """Decide what is kept, and let go of the rest."""
+    def finish(self, result: Any) -> None:
+        """Decide what is kept, and let go of the rest.
+
+        Args:
+            result: what the unit returns. The caller may write to it, and to what the unit was given, unless autograd
+                has saved it; so nothing is computed from these.
+        """
+        returned = {one.untyped_storage()._cdata for one in tensors(result) if type(one) in _KINDS}
         saved = {value.group for value in self._all if value.is_saved}
         held: dict[int, torch.Tensor] = {}
         for value in self._all:
@@ -449,7 +464,13 @@ class _Recorder(TorchDispatchMode):
                 made_from=None if group in self._fixed else sources,
                 is_saved=group in saved,
                 # What backward needs can be kept in any case: autograd has saved it.
-                can_stay=group in saved or (group in held and self._writes.get(key[0], 0) == key[1]),
+                can_stay=group in saved
+                or (
+                    group in held
+                    and self._writes.get(key[0], 0) == key[1]
+                    and group not in self._outside
+                    and key[0] not in returned
+                ),
             )
             for group, (size, sources, (key, _)) in enumerate(
                 zip(self._sizes, self._made_from, self._keys, strict=True)
@@ -464,7 +485,9 @@ class _Recorder(TorchDispatchMode):
         checks = self._unit.checks and is_due(self._unit.selections)
         for value in self._all:
             if value.group in kept:
-                _keep(value, held[value.group])
+                # A bias, which backward itself does not need, may be updated before it is used again.
+                may_change = not self._sizes[value.group] and value.group not in saved
+                _keep(value, held[value.group], may_change=may_change)
             else:
                 if checks and value.is_saved and value.tensor is not None:
                     value.digest = _digest(value.tensor)
@@ -481,18 +504,21 @@ class _Recorder(TorchDispatchMode):
         self._values, self._all, self._keys = {}, [], []
 
 
-def _keep(value: _Value, held: torch.Tensor) -> None:
+def _keep(value: _Value, held: torch.Tensor, *, may_change: bool) -> None:
     """Make a value keep its tensor, without a graph.
 
     Args:
         value: the value.
         held: some tensor with the same storage.
+        may_change: whether a small one must be copied.
     """
     value.op = None
     if value.tensor is None:
         dtype, *geometry = value.geometry
         value.tensor = torch.empty(0, dtype=dtype, device=held.device).set_(held.untyped_storage(), *geometry)
     value.tensor = value.tensor.detach()
+    if may_change and value.tensor.nbytes <= _SMALL_BYTES:
+        value.tensor = value.tensor.clone()
     if not value.is_saved:
         value.version = value.tensor._version
 
