@@ -78,10 +78,10 @@ class Storage(StrEnum):
     exact: bool
 
     SAVE = "save", "kept", "saving"
-    SELECTIVE = "selective", "partly recomputed", "recomputing cheap operations of", 0.6, 0.15
+    SELECTIVE = "selective", "partly recomputed", "recomputing in part", 0.6, 0.15
     COMPRESS8 = "compress8", "compressed to 8 bits", "compressing to 8 bits", 0.3, 0.5, False, False
     COMPRESS4 = "compress4", "compressed to 4 bits", "compressing to 4 bits", 0.2, 0.5, False, False
-    REBUILD = "rebuild", "mostly recomputed", "recomputing most operations of", 0.15, 0.7
+    REBUILD = "rebuild", "mostly recomputed", "recomputing for the most part", 0.15, 0.7
     RECOMPUTE = "recompute", "recomputed", "recomputing", 0.0, 1.0, True
 
     def __new__(

@@ -24,7 +24,11 @@ from autotune.io.documents import LARGEST_SEED
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from autotune.cost_model.profile import Profile
+    from autotune.cost_model.profile import Cost, Profile
+
+
+# Most choices that fit beside each other.
+_MOST_COLUMNS = 4
 
 
 def command(
@@ -139,15 +143,31 @@ def _table(profile: Profile) -> Table:
     """Return a table of each unit's costs at the smallest k."""
     k = profile.accumulation_choices[0]
     table = shared.table(title=f"{profile.job} on {profile.device}: one step at k = {k}", title_justify="left")
-    table.add_column("unit")
     names = list(dict.fromkeys(name for s in profile.table(k).segments if s.unit for name in s.costs))
+    if len(names) > _MOST_COLUMNS:
+        return _long(profile, table)
+    table.add_column("unit")
     for name in names:
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right")
     for segment in profile.table(k).segments:
         if segment.unit is not None:
-            cells = [
-                f"{cost.seconds * 1e3:.1f} ms, {format_bytes(cost.saved_bytes)}" if cost is not None else ""
-                for cost in (segment.costs.get(name) for name in names)
-            ]
-            table.add_row(segment.unit, *cells)
+            costs = (segment.costs.get(name) for name in names)
+            table.add_row(segment.unit, *("" if cost is None else ", ".join(_told(cost)) for cost in costs))
     return table
+
+
+def _long(profile: Profile, table: Table) -> Table:
+    """Return a table with a row for each choice of a unit."""
+    for name in ("unit", "choice"):
+        table.add_column(name)
+    for name in ("time", "kept"):
+        table.add_column(name, justify="right")
+    for segment in profile.table(profile.accumulation_choices[0]).segments:
+        if segment.unit is not None:
+            for place, (name, cost) in enumerate(segment.costs.items()):
+                table.add_row("" if place else segment.unit, name, *_told(cost))
+    return table
+
+
+def _told(cost: Cost) -> tuple[str, str]:
+    return f"{cost.seconds * 1e3:.1f} ms", format_bytes(cost.saved_bytes)
