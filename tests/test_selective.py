@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from test_compressed import BLOCKS, Model, pass_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autotune import EngineOptions, Plan, Storage, TorchEngine
@@ -94,6 +96,38 @@ def recurrent(self: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.stack(found, 1)
 
 
+def codebook(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(self, "codes"):
+        self.register_buffer("codes", torch.arange(640.0).view(64, 10).sin())
+    flat = self.up(x).flatten(0, 1)
+    near = (
+        flat.square().sum(1, keepdim=True) - 2 * flat @ self.codes + self.codes.square().sum(0, keepdim=True)
+    ).argmin(1)
+    chosen = F.embedding(near, self.codes.t())
+    self.codes.data.copy_(self.codes * 0.9 + 0.1)
+    return ((flat - chosen).square() * (chosen + 1).sin() * flat.sin()).view_as(x)
+
+
+def written_data(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.up(x).exp()
+    z = y * y.sin()
+    y.data.mul_(0.5)
+    return z + (y + 1).cos()
+
+
+def strided_anew(y: torch.Tensor) -> torch.Tensor:
+    y = y.contiguous() * 2
+    y[:, 1:5].mul_(3)
+    return y[:, 1:5].as_strided((8, 64, 64), (4096, 64, 1), 0).sin().exp()
+
+
+def nested(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = torch.nested.nested_tensor([x.detach()[0, :3], x.detach()[1, :5]])
+        return F.gelu(self.up(x)) + torch.nested.to_padded_tensor(rows.sin(), 0.0).sum()
+
+
 def linear() -> nn.Module:
     return nn.Linear(64, 64)
 
@@ -169,6 +203,26 @@ HARD: dict[str, Callable[[], nn.Module]] = {
         up=lambda: nn.Conv2d(1, 4, 3, padding=1),
     ),
     "double": block(lambda self, x: F.gelu(self.up(x.double())).float(), up=lambda: nn.Linear(64, 64).double()),
+    "gated recurrent": block(lambda self, x: self.cell(x)[0], cell=lambda: nn.GRU(64, 64, batch_first=True)),
+    "conjugates": block(
+        lambda self, x: (lambda z: (z * z.conj()).real.sin() + (z.conj() * 2).exp().imag + (z - z.conj()).imag.cos())(
+            torch.complex(self.up(x), x)
+        ),
+        up=linear,
+    ),
+    "statistics before they are updated": block(
+        lambda self, x: (
+            ((x - self.norm.running_mean) / (self.norm.running_var + 1e-5).sqrt()).sin()
+            + self.norm(self.up(x).flatten(0, 1)).view_as(x)
+        ),
+        up=linear,
+        norm=lambda: nn.BatchNorm1d(64),
+    ),
+    "no dropout": block(lambda self, x: torch.native_dropout(self.up(x), 0.5, False)[0].sin(), up=linear),
+    "moving codebook": block(codebook, up=linear),
+    "written data": block(written_data, up=linear),
+    "strided anew": block(lambda self, x: strided_anew(self.up(x)), up=linear),
+    "nested": block(nested, up=linear),
     "spectral": block(lambda self, x: torch.fft.irfft(torch.fft.rfft(self.up(x)) * 2, n=64).tanh(), up=linear),
 }
 MAKERS: dict[str, Callable[[], nn.Module]] = {**{f"block {n}": one for n, one in enumerate(BLOCKS)}, **HARD}
@@ -421,3 +475,48 @@ def test_a_unit_with_compiled_code_keeps_running_it(kind: str) -> None:
     for storage in PARTIAL:
         found = pass_of(model, Plan(storage={"unit": storage}))
         assert all(map(torch.equal, expected, found))
+
+
+class Counted(TorchDispatchMode):
+    """Mode that counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("storage", PARTIAL)
+def test_long_chains_are_computed_again_in_time_linear_in_their_length(storage: Storage) -> None:
+    def chain(_self: Any, x: torch.Tensor) -> torch.Tensor:
+        shared = x * 2
+        for _ in range(300):
+            x = (x + shared).sin()
+        return x
+
+    counts = []
+    for choice in (None, storage):
+        model = Model(block(chain)())
+        controls.apply(model, Plan(storage={} if choice is None else {"unit": choice}))
+        x = torch.randn(8, 8, requires_grad=True)
+        output = model.unit(x * 1).sum()
+        for keeps in (True, True, False):
+            with Counted() as counted:
+                output.backward(retain_graph=keeps)
+            counts.append(counted.count)
+    plain, others = counts[0], counts[3:]
+    assert all(count < plain + 5 * 600 for count in others)
+
+
+def test_complex_numbers_are_checked_too() -> None:
+    model = Model(block(lambda self, x: (torch.complex(x, x).to(torch.complex128) * 2).exp().real.sin().float())())
+    controls.apply(model, Plan(storage={"unit": "selective"}))
+    recomputation = model.unit.__dict__["forward"].recomputation
+    recomputation.checks = True
+    for _ in range(40):
+        model.unit(torch.randn(8, 8, requires_grad=True)).sum().backward()
+    assert recomputation.barred is None
+    assert recomputation.selections == 40

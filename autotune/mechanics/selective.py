@@ -60,7 +60,7 @@ _COSTLY = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv", "dot")
 class _Kind(Enum):
     """How an operation is repeated."""
 
-    ALIAS, MASK, DROPOUT, NORM, CHEAP, COSTLY, IN_PLACE, NEVER = range(8)
+    ALIAS, MASK, DROPOUT, NORM, STATISTICS, CHEAP, COSTLY, IN_PLACE, NEVER = range(9)
 
 
 _SPECIAL = {
@@ -71,6 +71,8 @@ _SPECIAL = {
     _aten.native_dropout.default: _Kind.DROPOUT,
     _aten.native_batch_norm.default: _Kind.NORM,
     _aten._native_batch_norm_legit.default: _Kind.NORM,
+    _aten.cudnn_batch_norm.default: _Kind.STATISTICS,
+    _aten.miopen_batch_norm.default: _Kind.STATISTICS,
 }
 
 
@@ -86,7 +88,7 @@ def _described(func: Any) -> tuple[_Kind, tuple[tuple[int, str], ...]]:
     by_element = torch.Tag.pointwise in func.tags
     if func in _SPECIAL:
         kind = _SPECIAL[func]
-    elif torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+    elif torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten" or name == "as_strided":
         kind = _Kind.NEVER
     elif writes:
         kind = _Kind.IN_PLACE if by_element and [place for place, _ in writes] == [0] else _Kind.NEVER
@@ -127,6 +129,8 @@ class _Value:
 
     def restored(self) -> torch.Tensor:
         """Return the value, when autograd asks for it."""
+        if not self.awaited and self.tensor is None and self.op is not None:
+            self.op.call.await_all()
         self.awaited = False
         found, self.again = self.again, None
         if self.tensor is not None:
@@ -139,6 +143,36 @@ class _Value:
 
 
 @dataclass(slots=True, eq=False)
+class _Call:
+    """One call of a unit.
+
+    Attributes:
+        unit: the unit, to report to.
+        saved: the values that autograd has saved, as far as they are alive.
+        operations: number of recorded operations that may be repeated.
+        repeated: number of operations that were repeated since a backward pass began.
+    """
+
+    unit: Recomputation
+    saved: list[weakref.ref[_Value]] = field(default_factory=list)
+    operations: int = 0
+    repeated: int = 0
+
+    def lacking(self) -> list[_Value]:
+        """Return the values that autograd will still ask for and that must be computed again."""
+        found = (reference() for reference in self.saved)
+        return [one for one in found if one is not None and one.awaited and one.tensor is None and one.again is None]
+
+    def await_all(self) -> None:
+        """Expect another backward pass."""
+        self.repeated = 0
+        for reference in self.saved:
+            value = reference()
+            if value is not None:
+                value.awaited = True
+
+
+@dataclass(slots=True, eq=False)
 class _Op:
     """A recorded operation that may be repeated.
 
@@ -147,7 +181,7 @@ class _Op:
         args: its positional arguments, with values instead of tensors.
         kwargs: its keyword arguments.
         sources: the values among the arguments.
-        unit: the unit, to report to.
+        call: the call that recorded it.
         made: its results, as far as they are alive.
     """
 
@@ -155,7 +189,7 @@ class _Op:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     sources: Sequence[_Value]
-    unit: Recomputation
+    call: _Call
     made: list[weakref.ref[_Value] | None] = field(default_factory=list)
 
 
@@ -168,13 +202,19 @@ def _filled(argument: Any, of: Callable[[_Value], torch.Tensor]) -> Any:
 
 def _computed(wanted: _Value) -> torch.Tensor:
     """Compute a value again, with all on the way to it; what autograd will ask for later is remembered."""
-    order, uses = _plan_of(wanted)
+    call = _maker(wanted).call
+    order, uses = _plan_of([wanted])
+    call.repeated += len(order)
+    if call.repeated > 2 * call.operations:
+        # Long chains: all that backward will ask for is computed at once, each operation one time.
+        order, uses = _plan_of([wanted, *call.lacking()])
+        call.repeated = 0
     found: dict[_Value, torch.Tensor] = {}
 
     def of(value: _Value) -> torch.Tensor:
         if value.tensor is not None:
             if value.tensor._version != value.version:
-                order[-1].unit.bar_late(_SOURCE_WRITTEN)
+                call.unit.bar_late(_SOURCE_WRITTEN)
             return value.tensor
         if value.again is not None:
             return value.again
@@ -186,20 +226,25 @@ def _computed(wanted: _Value) -> torch.Tensor:
             results = op.run(
                 *(_filled(one, of) for one in op.args), **{name: _filled(one, of) for name, one in op.kwargs.items()}
             )
-            for place, result in enumerate(results if isinstance(results, tuple | list) else (results,)):
-                reference = op.made[place] if place < len(op.made) else None
-                value = None if reference is None else reference()
-                if value is None or value.tensor is not None:
-                    continue
-                _check(value, result, op.unit)
-                if value.awaited and value.again is None:
-                    value.again = result
-                elif value in uses:
-                    found[value] = result
+            _remember(op, results, uses, found)
             del results
     result, wanted.again = (found.pop(wanted) if wanted in found else wanted.again), None
     assert result is not None
     return result
+
+
+def _remember(op: _Op, results: Any, uses: Mapping[_Value, int], found: dict[_Value, torch.Tensor]) -> None:
+    """Note what an operation has computed again, as far as it is needed."""
+    for place, result in enumerate(results if isinstance(results, tuple | list) else (results,)):
+        reference = op.made[place] if place < len(op.made) else None
+        value = None if reference is None else reference()
+        if value is None or value.tensor is not None:
+            continue
+        _check(value, result, op.call.unit)
+        if value.awaited and value.again is None:
+            value.again = result
+        elif value in uses:
+            found[value] = result
 
 
 @contextmanager
@@ -212,11 +257,11 @@ def _without_autocast() -> Iterator[None]:
         yield
 
 
-def _plan_of(wanted: _Value) -> tuple[list[_Op], dict[_Value, int]]:
-    """Return the operations that compute a value, in order, and how often each value on the way is used."""
+def _plan_of(wanted: Sequence[_Value]) -> tuple[list[_Op], dict[_Value, int]]:
+    """Return the operations that compute some values, in order, and how often each value on the way is used."""
     order: dict[_Op, None] = {}
-    uses: dict[_Value, int] = {wanted: 1}
-    waiting: list[tuple[_Op, bool]] = [(_maker(wanted), False)]
+    uses: dict[_Value, int] = dict.fromkeys(wanted, 1)
+    waiting: list[tuple[_Op, bool]] = [(_maker(value), False) for value in reversed(wanted)]
     while waiting:
         op, is_ready = waiting.pop()
         if op in order:
@@ -246,6 +291,7 @@ def _check(value: _Value, result: torch.Tensor, unit: Recomputation) -> None:
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return a sum over the bits of a tensor, on its device."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().contiguous().view(kinds[tensor.element_size()]).sum(dtype=torch.int64)
 
@@ -315,7 +361,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, unit: Recomputation, *, costly: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._unit = unit
+        self._unit, self._call = unit, _Call(unit)
         self._repeated = {_Kind.CHEAP, _Kind.COSTLY} if costly else {_Kind.CHEAP}
         own = [*unit.module.parameters(), *unit.module.buffers()]
         self._free = frozenset(one.untyped_storage()._cdata for one in own if type(one) in _KINDS)
@@ -344,6 +390,9 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         for place, name in writes:
             self._count_write(args[place] if place < len(args) else kwargs.get(name))
+        if kind in (_Kind.NORM, _Kind.STATISTICS) and not writes and args[5]:
+            # The schema does not say that running statistics are written to.
+            self._count_write(args[3:5])
         results = result if isinstance(result, tuple | list) else (result,)
         self._add_results(self._repetition(func, kind, args, known, named, sources, results), results)
         return result
@@ -351,7 +400,7 @@ class _Recorder(TorchDispatchMode):
     def _noted(self, argument: Any, sources: list[_Value]) -> Any:
         """Return an argument with values instead of tensors; the values are added to the sources."""
         if isinstance(argument, torch.Tensor):
-            if type(argument) not in _KINDS or argument.layout is not torch.strided:
+            if not _is_known(argument):
                 sources.append(_STRANGER)
                 return argument
             value = self._value_of(argument)
@@ -361,7 +410,7 @@ class _Recorder(TorchDispatchMode):
 
     def _count_write(self, argument: Any) -> None:
         for one in argument if isinstance(argument, list | tuple) else (argument,):
-            if isinstance(one, torch.Tensor) and type(one) in _KINDS and one.layout is torch.strided:
+            if _is_known(one):
                 key = one.untyped_storage()._cdata
                 self._writes[key] = self._writes.get(key, 0) + 1
 
@@ -379,29 +428,28 @@ class _Recorder(TorchDispatchMode):
         if kind is _Kind.NEVER or not sources or _STRANGER in sources:
             return None
         if kind in self._repeated:
-            return _Op(func, known, named, sources, self._unit)
+            return _Op(func, known, named, sources, self._call)
         if kind is _Kind.IN_PLACE and _is_dense(args[0]):
             # On a copy, which has the same strides.
-            return _Op(_on_copy(func), known, named, sources, self._unit)
+            return _Op(_on_copy(func), known, named, sources, self._call)
         if kind is _Kind.MASK and results[0].numel():
             # Of a mask of zeros and ones that was drawn at random, the bits are kept.
             bits = mask_in_bits(results[0] != 0)
             kept = self._add(bits.packed, None, 0)
-            return _Op(mask_from_bits, (kept, bits.like, results[0].dtype), {}, (kept,), self._unit)
-        if kind is _Kind.DROPOUT:
+            return _Op(mask_from_bits, (kept, bits.like, results[0].dtype), {}, (kept,), self._call)
+        if kind is _Kind.DROPOUT and args[2] is not False:
             self._add(results[1], None, 1)
             mask, scale = self._value_of(results[1]), 1 / (1 - args[1]) if args[1] < 1 else 0.0
-            return _Op(_dropped, (known[0], mask, scale), {}, (sources[0], mask), self._unit)
+            return _Op(_dropped, (known[0], mask, scale), {}, (sources[0], mask), self._call)
         if kind is _Kind.NORM and args[5] is True:
             # Without the running statistics, which a repetition must not change again.
             own = [value for value in known[:3] if isinstance(value, _Value)]
-            return _Op(_aten.native_batch_norm.default, (*known[:3], None, None, *known[5:]), {}, own, self._unit)
+            return _Op(_aten.native_batch_norm.default, (*known[:3], None, None, *known[5:]), {}, own, self._call)
         return None
 
     def _add_results(self, op: _Op | None, results: Sequence[Any]) -> None:
         for place, one in enumerate(results):
-            known = isinstance(one, torch.Tensor) and type(one) in _KINDS and one.layout is torch.strided
-            value = self._add(one, op, place) if known else None
+            value = self._add(one, op, place) if _is_known(one) else None
             if op is not None:
                 op.made.append(None if value is None or value.op is not op else weakref.ref(value))
 
@@ -417,7 +465,10 @@ class _Recorder(TorchDispatchMode):
         """Return the value that a tensor holds; if it is not known, it is added as a result of an operation."""
         storage = tensor.untyped_storage()._cdata
         key = storage, self._writes.get(storage, 0)
-        geometry = tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        geometry: tuple[Any, ...] = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.is_conj() or tensor.is_neg():
+            # Such a view has other numbers than its storage.
+            op, geometry = None, (*geometry, tensor.is_conj(), tensor.is_neg())
         found = self._values.get((key, geometry))
         if found is not None:
             return found
@@ -437,10 +488,12 @@ class _Recorder(TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> _Value:
         """Return the value of a tensor that autograd saves."""
-        if type(tensor) not in _KINDS or tensor.layout is not torch.strided:
+        if not _is_known(tensor):
             kept = tensor.detach()
             return _Value(-1, (), None, 0, kept, kept._version)
         value = self._value_of(tensor)
+        if not value.is_saved:
+            self._call.saved.append(weakref.ref(value))
         value.is_saved = value.awaited = True
         value.tensor, value.version = tensor, tensor._version
         return value
@@ -452,25 +505,25 @@ class _Recorder(TorchDispatchMode):
             result: what the unit returns. The caller may write to it, and to what the unit was given, unless autograd
                 has saved it; so nothing is computed from these.
         """
-        returned = {one.untyped_storage()._cdata for one in tensors(result) if type(one) in _KINDS}
+        returned = {one.untyped_storage()._cdata for one in tensors(result) if _is_known(one)}
         saved = {value.group for value in self._all if value.is_saved}
         held: dict[int, torch.Tensor] = {}
         for value in self._all:
             if value.tensor is not None:
                 held.setdefault(value.group, value.tensor)
+        written = {group for group, (key, _) in enumerate(self._keys) if self._writes.get(key[0], 0) != key[1]}
+        # A saved tensor that was written to, in a way that autograd has not noticed or that has left it alone, is kept
+        # as it is now, and says nothing of what it was.
+        fixed = self._fixed | (written & saved)
+        fixed |= {group for group, sources in enumerate(self._made_from) if not (written & saved).isdisjoint(sources)}
         facts = tuple(
             GroupFacts(
                 nbytes=size,
-                made_from=None if group in self._fixed else sources,
+                made_from=None if group in fixed else sources,
                 is_saved=group in saved,
                 # What backward needs can be kept in any case: autograd has saved it.
                 can_stay=group in saved
-                or (
-                    group in held
-                    and self._writes.get(key[0], 0) == key[1]
-                    and group not in self._outside
-                    and key[0] not in returned
-                ),
+                or (group in held and group not in written and group not in self._outside and key[0] not in returned),
             )
             for group, (size, sources, (key, _)) in enumerate(
                 zip(self._sizes, self._made_from, self._keys, strict=True)
@@ -480,11 +533,11 @@ class _Recorder(TorchDispatchMode):
             kept = kept_groups(facts)
         except any_error() as error:  # whatever fails here, the run goes on
             self._unit.barred = f"{type(error).__name__}: {error}"
-            kept = frozenset(saved | self._fixed)
+            kept = frozenset(saved)
         self._unit.selections += 1
         checks = self._unit.checks and is_due(self._unit.selections)
         for value in self._all:
-            if value.group in kept:
+            if value.group in kept and (value.is_saved or value.group not in written):
                 # A bias, which backward itself does not need, may be updated before it is used again.
                 may_change = not self._sizes[value.group] and value.group not in saved
                 _keep(value, held[value.group], may_change=may_change)
@@ -501,6 +554,7 @@ class _Recorder(TorchDispatchMode):
         self._clear()
 
     def _clear(self) -> None:
+        self._call.operations = len({value.op for value in self._all if value.op is not None})
         self._values, self._all, self._keys = {}, [], []
 
 
@@ -521,6 +575,11 @@ def _keep(value: _Value, held: torch.Tensor, *, may_change: bool) -> None:
         value.tensor = value.tensor.clone()
     if not value.is_saved:
         value.version = value.tensor._version
+
+
+def _is_known(one: Any) -> bool:
+    """Return whether something is a plain tensor."""
+    return isinstance(one, torch.Tensor) and type(one) in _KINDS and one.layout is torch.strided and not one.is_nested
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
