@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.choices import STORAGES
+from autotune.choices import DEFAULT_STORAGES, STORAGES
 from autotune.cost_model.memory_model import levels
 from autotune.cost_model.profile import FIXED, Profile, Segment, StepTable, choice_name
 from autotune.errors import ProfileError
@@ -30,7 +30,8 @@ class Numbering:
     """How the choices of a unit are numbered: by precision, and within a precision by storage.
 
     Attributes:
-        storages: the storages that some of the jobs have, from the fastest to the leanest; the first is ``save``.
+        storages: the storages that some of the jobs have, from the fastest to the leanest; ``save`` (the first) and
+            ``recompute`` in any case.
     """
 
     storages: tuple[Storage, ...]
@@ -129,7 +130,7 @@ class CostArrays:
         self.max_units = max(max(len(p.units) for p in profiles), max_units or 0)
         self.max_k = max(len(p.tables) for p in profiles)
         self.max_precisions = max(len(p.precisions) for p in profiles)
-        known = {storage for profile in self.profiles for storage in profile.space.storages}
+        known = {*DEFAULT_STORAGES, *(storage for profile in self.profiles for storage in profile.space.storages)}
         self.numbering = Numbering(tuple(storage for storage in STORAGES if storage in known))
         self.max_choices = len(self.numbering.storages) * self.max_precisions
         self.regimes = self.max_precisions if any(p.uniform_tables for p in profiles) else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autotune.cost_model.memory_model import levels
@@ -56,7 +56,12 @@ class Attribution:
     update_peak: int
 
 
-def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence[int] | None = None) -> Attribution:
+def attribute(
+    trace: StepTrace,
+    recomputed: Collection[str],
+    gradients: Sequence[int] | None = None,
+    silent: Collection[str] = (),
+) -> Attribution:
     """Attribute the memory of a traced step to its segments.
 
     Args:
@@ -64,6 +69,8 @@ def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence
         recomputed: names of the units whose activations were recomputed.
         gradients: gradient bytes of each segment from another trace of the same k, so that a shared parameter's
             gradient counts once, although its segment varies from trace to trace; ``None`` takes this trace's.
+        silent: names of the units of which the trace does not tell what they save; they keep what they receive if it
+            stays until backward.
 
     Raises:
         EngineError: if the trace has no backward pass or no update.
@@ -72,7 +79,7 @@ def attribute(trace: StepTrace, recomputed: Collection[str], gradients: Sequence
     turn, end = _begin_of(trace, "backward"), _begin_of(trace, "update")
     saved, left = [0] * count, [0] * count
     allocates = {"forward": [False] * count, "backward": [False] * count}
-    passing, boundaries = _boundaries(trace, recomputed, turn)
+    passing, boundaries = _boundaries(trace, recomputed, silent, turn)
     for block in (block for lives in trace.blocks.values() for block in lives):
         place = trace.place_at(block.born)
         if place is None or place.micro_batch > 0 or place.phase == "update":
@@ -148,7 +155,7 @@ def _begin_of(trace: StepTrace, phase: str) -> float:
 
 
 def _boundaries(
-    trace: StepTrace, recomputed: Collection[str], turn: float
+    trace: StepTrace, recomputed: Collection[str], silent: Collection[str], turn: float
 ) -> tuple[dict[Block, Passing], dict[BoundaryKey, Passing]]:
     """Return the blocks that pass between segments: all of them by block, and those made in forward passes by key."""
     found: dict[Block, Passing] = {}
@@ -165,6 +172,7 @@ def _boundaries(
         block = trace.block_at(sighting.address, sighting.time)
         if sighting.role == "saved" and block in found:
             found[block].keepers.add(sighting.place.segment)
+    _keep_silently(trace, silent, found)
     keyed: dict[BoundaryKey, Passing] = {}
     for block, passing in sorted(found.items(), key=lambda item: item[0].born):
         place = trace.place_at(block.born)
@@ -172,6 +180,21 @@ def _boundaries(
             order = sum(born == place.segment for born, _ in keyed)
             keyed[place.segment, order] = passing
     return found, keyed
+
+
+def _keep_silently(trace: StepTrace, silent: Collection[str], found: Mapping[Block, Passing]) -> None:
+    """Count units as keepers of the boundaries that stay, if the trace does not tell what the units save.
+
+    One that receives a boundary keeps it; one that has made it, only if no other one does.
+    """
+    for role in ("input", "output"):
+        for sighting in trace.sightings:
+            passing = found.get(block) if (block := trace.block_at(sighting.address, sighting.time)) else None
+            if sighting.role != role or passing is None or not passing.stays:
+                continue
+            is_silent = trace.calls[sighting.place.segment // 2] in silent
+            if is_silent and (role == "input" or not passing.keepers):
+                passing.keepers.add(sighting.place.segment)
 
 
 def _passing(trace: StepTrace, block: Block, turn: float) -> Passing:

@@ -47,7 +47,7 @@ from autotune.profiling.homogeneous_plans import (
 )
 from autotune.profiling.job_shape import fixed_shape, length_spread
 from autotune.profiling.profile_assembly import assemble
-from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_units
+from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_units, silent_units
 from autotune.units import Unit, units_of
 
 _MAX_TABLES = 4
@@ -195,7 +195,7 @@ class _FakeRun:
         traced = TracedStep(
             plan=plan,
             calls=tracer.trace.calls,
-            attribution=attribute(tracer.trace, recomputed_units(plan), gradients),
+            attribution=attribute(tracer.trace, recomputed_units(plan), gradients, silent_units(plan)),
             batch_bytes=held,
             traced_bytes=held,
         )

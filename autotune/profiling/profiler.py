@@ -41,7 +41,7 @@ from autotune.profiling.homogeneous_plans import (
 )
 from autotune.profiling.job_shape import fixed_shape, length_spread, profile_key
 from autotune.profiling.profile_assembly import assemble
-from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_units
+from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_units, silent_units
 from autotune.profiling.tracing_engine import WatchedEngine
 
 # Maximum number of values of k to profile. If there are more, the smallest, the largest and some between are used.
@@ -310,7 +310,7 @@ class _Profiler:
         return TracedStep(
             plan=plan,
             calls=trace.calls,
-            attribution=attribute(trace, recomputed_units(plan), gradients),
+            attribution=attribute(trace, recomputed_units(plan), gradients, silent_units(plan)),
             batch_bytes=self._engine.batch_bytes,
             traced_bytes=self._engine.batch_bytes,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autotune.cost_model.profile import FIXED, choice_name
 from autotune.mechanics.step_trace import Phase
-from autotune.plan import Plan, Precision
+from autotune.plan import Plan, Precision, Storage
 from autotune.profiling.attribution import Attribution
 
 
@@ -112,6 +112,11 @@ def choice_at(plan: Plan, calls: Sequence[str], segment: int) -> str:
 def recomputed_units(plan: Plan) -> list[str]:
     """Return the names of the units that a plan recomputes."""
     return list(plan.recomputed)
+
+
+def silent_units(plan: Plan) -> list[str]:
+    """Return the names of the units that keep other things than what autograd saves, which a trace does not see."""
+    return [name for name, storage in plan.storage.items() if storage is not Storage.SAVE and not storage.recomputes]
 
 
 def common_precision(plan: Plan) -> Precision:
