@@ -4,9 +4,11 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_job
 import torch
@@ -17,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autotune import EngineOptions, Plan, Storage, TorchEngine
+from autotune.cost_model.memory_model import peak_bytes
 from autotune.mechanics import controls
 from autotune.mechanics.recorded_graph import GroupFacts, kept_groups
 from autotune.mechanics.selective import _has_compiled_code
+from autotune.profiling.profiler import ProfilerOptions, profile
 
 PARTIAL = [Storage.SELECTIVE, Storage.REBUILD]
 
@@ -520,3 +524,42 @@ def test_complex_numbers_are_checked_too() -> None:
         model.unit(torch.randn(8, 8, requires_grad=True)).sum().backward()
     assert recomputation.barred is None
     assert recomputation.selections == 40
+
+
+class Convolutions(nn.Sequential):
+    """Blocks of which each hands on a large tensor that the next one may keep."""
+
+    def __init__(self) -> None:
+        def block() -> nn.Module:
+            return nn.Sequential(nn.Conv1d(16, 16, 3, padding=1), nn.BatchNorm1d(16), nn.ReLU(inplace=True))
+
+        super().__init__(*(block() for _ in range(4)))
+
+
+def convolution_batches(seed: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(8, 16, 64, generator=generator)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "convolutions"])
+def test_peaks_of_mixed_plans_are_predicted(kind: str) -> None:
+    job = tiny_job.make(storages=list(Storage), accumulation_choices=(1, 2))
+    if kind == "convolutions":
+        job = replace(
+            job,
+            model=Convolutions,
+            batches=convolution_batches,
+            loss=lambda model, batch: model(batch).square().mean(),
+            evaluate=lambda _model: 0.0,
+        )
+    found = profile(job, device_name="here", options=ProfilerOptions.lean())
+    generator = np.random.default_rng(0)
+    for _ in range(8):
+        plan = found.space.sample(generator)
+        engine = TorchEngine(job, options=EngineOptions(discard_steps=1))
+        engine.apply(plan)
+        measured = engine.run(3).peak_bytes
+        engine.close()
+        assert measured is not None
+        assert 0.995 * measured <= peak_bytes(found, plan) <= 1.02 * measured

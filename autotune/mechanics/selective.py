@@ -110,9 +110,9 @@ class _Value:
         place: its place among the operation's results.
         tensor: the tensor; while the unit runs, of every value that may be kept; afterwards, of those that are.
         version: the version of ``tensor`` that holds the value.
-        is_saved: whether autograd has saved it.
-        again: the value computed again, until autograd has asked for it.
-        awaited: whether autograd has saved it and not yet asked for it.
+        saved: how often autograd has saved it.
+        again: the value computed again, until autograd has asked for it that often.
+        awaited: how often autograd will still ask for it in this backward pass.
         digest: a sum over its bits, if it is checked.
     """
 
@@ -122,23 +122,22 @@ class _Value:
     place: int
     tensor: torch.Tensor | None
     version: int = 0
-    is_saved: bool = False
+    saved: int = 0
     again: torch.Tensor | None = None
-    awaited: bool = False
+    awaited: int = 0
     digest: torch.Tensor | None = None
 
     def restored(self) -> torch.Tensor:
         """Return the value, when autograd asks for it."""
-        if not self.awaited and self.tensor is None and self.op is not None:
-            self.op.call.await_all()
-        self.awaited = False
-        found, self.again = self.again, None
         if self.tensor is not None:
             if self.tensor._version != self.version:
                 raise RuntimeError(_WRITTEN)
             return self.tensor
-        if found is None:
-            found = _computed(self)
+        if not self.awaited:
+            _maker(self).call.await_all()
+        self.awaited -= 1
+        found = _computed(self) if self.again is None else self.again
+        self.again = found if self.awaited else None
         return found
 
 
@@ -169,7 +168,7 @@ class _Call:
         for reference in self.saved:
             value = reference()
             if value is not None:
-                value.awaited = True
+                value.awaited = value.saved
 
 
 @dataclass(slots=True, eq=False)
@@ -228,7 +227,7 @@ def _computed(wanted: _Value) -> torch.Tensor:
             )
             _remember(op, results, uses, found)
             del results
-    result, wanted.again = (found.pop(wanted) if wanted in found else wanted.again), None
+    result = found.pop(wanted) if wanted in found else wanted.again
     assert result is not None
     return result
 
@@ -492,9 +491,10 @@ class _Recorder(TorchDispatchMode):
             kept = tensor.detach()
             return _Value(-1, (), None, 0, kept, kept._version)
         value = self._value_of(tensor)
-        if not value.is_saved:
+        if not value.saved:
             self._call.saved.append(weakref.ref(value))
-        value.is_saved = value.awaited = True
+        value.saved += 1
+        value.awaited = value.saved
         value.tensor, value.version = tensor, tensor._version
         return value
 
@@ -506,7 +506,7 @@ class _Recorder(TorchDispatchMode):
                 has saved it; so nothing is computed from these.
         """
         returned = {one.untyped_storage()._cdata for one in tensors(result) if _is_known(one)}
-        saved = {value.group for value in self._all if value.is_saved}
+        saved = {value.group for value in self._all if value.saved}
         held: dict[int, torch.Tensor] = {}
         for value in self._all:
             if value.tensor is not None:
@@ -537,12 +537,12 @@ class _Recorder(TorchDispatchMode):
         self._unit.selections += 1
         checks = self._unit.checks and is_due(self._unit.selections)
         for value in self._all:
-            if value.group in kept and (value.is_saved or value.group not in written):
+            if value.group in kept and (value.saved or value.group not in written):
                 # A bias, which backward itself does not need, may be updated before it is used again.
                 may_change = not self._sizes[value.group] and value.group not in saved
                 _keep(value, held[value.group], may_change=may_change)
             else:
-                if checks and value.is_saved and value.tensor is not None:
+                if checks and value.saved and value.tensor is not None:
                     value.digest = _digest(value.tensor)
                 value.tensor = None
         self._clear()
@@ -573,7 +573,7 @@ def _keep(value: _Value, held: torch.Tensor, *, may_change: bool) -> None:
     value.tensor = value.tensor.detach()
     if may_change and value.tensor.nbytes <= _SMALL_BYTES:
         value.tensor = value.tensor.clone()
-    if not value.is_saved:
+    if not value.saved:
         value.version = value.tensor._version
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from autotune.choices import DEFAULT_STORAGES
 from autotune.cost_model.profile import choice_name
 from autotune.mechanics.step_trace import Phase
 from autotune.plan import Plan, PlanSpace, Precision, Storage
@@ -149,8 +148,6 @@ def without_copies(found: Mapping[PlanName, PlanSteps]) -> dict[PlanName, PlanSt
 def is_copy(name: PlanName, found: Mapping[PlanName, PlanSteps]) -> bool:
     """Return whether a plan's 16-bit borders make no difference, as in some traced plan of the same precision.
 
-    Only plans that save or recompute say so: in between, what is kept may be the same although the borders differ.
-
     Args:
         name: the plan.
         found: the steps traced so far.
@@ -160,7 +157,6 @@ def is_copy(name: PlanName, found: Mapping[PlanName, PlanSteps]) -> bool:
     pairs = [(seen, replace(seen, passes_16_bit=False)) for seen in found if seen.passes_16_bit]
     return any(
         one.precision == name.precision
-        and Storage(one.storage) in DEFAULT_STORAGES
         and other in found
         and found[one].traced.attribution == found[other].traced.attribution
         for one, other in pairs
