@@ -20,8 +20,9 @@ from autotune.plan import Plan, PlanSpace, Precision, Storage
 _FREQUENCIES = 4
 _POSITION = list(UNIT_FEATURES).index("position")
 _PRESENT = list(UNIT_FEATURES).index("present")
-# What a storage's logit is computed from, so that a network does not depend on how many storages there are.
-_STORAGE_FACTS = [[1.0, one.kept_frac, one.extra_forwards, float(one.recomputes)] for one in Storage]
+# What a storage's logit is computed from, so that a network does not depend on how many storages there are: 1, 0 for
+# ``save`` and 0, 1 for ``recompute``.
+_STORAGE_FACTS = [[one.kept_frac, one.extra_forwards] for one in Storage]
 
 
 @dataclass(frozen=True, slots=True)

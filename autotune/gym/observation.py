@@ -16,7 +16,7 @@ from autotune.measurement import GradientStatistics, Measurement, UnitGradient
 from autotune.plan import Plan, PlanSpace, Precision
 from autotune.units import Unit
 
-FEATURE_VERSION = 2
+FEATURE_VERSION = 1
 LIMIT = 5.0
 
 Array = NDArray[np.float32]
