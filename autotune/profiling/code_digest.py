@@ -125,7 +125,7 @@ def _plain(value: Any, depth: int = 4) -> str:
     if isinstance(value, (*_PLAIN, torch.dtype, torch.device, torch.Size)):
         return repr(value)
     if isinstance(value, torch.Tensor):
-        few = value.numel() <= _FEW_NUMBERS and not value.is_sparse and value.device.type != "meta"
+        few = value.layout is torch.strided and value.numel() <= _FEW_NUMBERS and value.device.type != "meta"
         return f"tensor {tuple(value.shape)} {value.dtype} {value.detach().tolist() if few else ''}"
     if depth and isinstance(value, (tuple, list, set, frozenset, dict)):
         return _plain_items(value, depth)
