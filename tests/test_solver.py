@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autotune.agents.planner import close_plans, densest_plan, greedy_plan
 from autotune.agents.search_methods import METHODS
-from autotune.cost_model import solver
+from autotune.choices import STORAGES
+from autotune.cost_model import choice_program
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import Weights
 from autotune.cost_model.profile import Profile
@@ -197,10 +198,20 @@ def test_nonrecomputable_unit_is_saved_even_if_recomputing_it_was_measured(seed:
 
 
 def test_solver_that_times_out_still_returns_a_plan(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(solver, "_TIME_LIMIT_S", 0.0)
+    monkeypatch.setattr(choice_program, "_TIME_LIMIT_S", 0.0)
     profile = drawn(3, 12)
     least = smallest(profile)
     assert solve(profile).seconds_per_sample <= least.seconds_per_sample
     assert solve(profile, least.peak_bytes * 101 // 100).plan == least.plan
     with pytest.raises(BudgetError, match="the smallest plan"):
         solve(profile, least.peak_bytes // 2)
+
+
+@pytest.mark.parametrize("identical", [False, True])
+def test_many_units_with_all_storages_are_solved_nearly_to_the_proof(identical: bool):
+    shape = Shape(units=200, accumulation_choices=(4,), identical=identical, storages=STORAGES)
+    profile = draw_profile(np.random.default_rng(5), shape)
+    least, free = smallest(profile).peak_bytes, solve(profile).peak_bytes
+    solution = solve(profile, round(least + 0.3 * (free - least)))
+    assert solution.gap < 1e-3
+    assert solution.peak_bytes <= least + 0.3 * (free - least)

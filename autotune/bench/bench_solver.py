@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from autotune.bench.harness import SILENT, document_of
-from autotune.choices import DEFAULT_STORAGES
+from autotune.choices import DEFAULT_STORAGES, STORAGES
 from autotune.cost_model.cost_arrays import CostArrays, Plans
 from autotune.cost_model.price_solver import PriceSolver
 from autotune.cost_model.profile import Profile
@@ -45,6 +45,7 @@ def bench_solver(*, instances: int, seed: int, reporter: Reporter = SILENT) -> d
                 precisions=_PRECISIONS,
                 accumulation_choices=(1, 2, 4) if generator.random() < 0.7 else (1, 2),
                 identical=bool(generator.random() < 0.3),
+                storages=STORAGES if generator.random() < 0.5 else DEFAULT_STORAGES,
             ),
         )
         exact, price = _against_brute_force(profile, float(generator.choice(_TIGHTNESS)))
@@ -58,7 +59,7 @@ def bench_solver(*, instances: int, seed: int, reporter: Reporter = SILENT) -> d
         "price_solver_gap_median": float(np.median(price_gaps)),
         "price_solver_gap_p95": float(np.quantile(price_gaps, 0.95)),
         "seconds_1000_units": max(entry["seconds_per_k_max"] for entry in large.values()),
-        "options_per_unit": len(DEFAULT_STORAGES) * len(_PRECISIONS),
+        "options_per_unit": len(STORAGES) * len(_PRECISIONS),
         "large": large,
     }
     return document_of("solver", figures)
@@ -67,9 +68,10 @@ def bench_solver(*, instances: int, seed: int, reporter: Reporter = SILENT) -> d
 def lines(document: Mapping[str, Any]) -> list[str]:
     """Return the results in words."""
     return [
-        f"exact solver: {document['gap_to_brute_force_max']:.2e} from brute force at worst; 1,000 units in "
-        f"{document['seconds_1000_units']:.2f} s per k. Price solver: {document['price_solver_gap_median']:.2%} "
-        f"(median), {document['price_solver_gap_p95']:.2%} (p95)"
+        f"exact solver: {document['gap_to_brute_force_max']:.2e} from brute force at worst; 1,000 units with "
+        f"{document['options_per_unit']} choices each in {document['seconds_1000_units']:.2f} s per k. "
+        f"Price solver: {document['price_solver_gap_median']:.2%} (median), "
+        f"{document['price_solver_gap_p95']:.2%} (p95)"
     ]
 
 
@@ -105,7 +107,9 @@ def _every_plan(arrays: CostArrays) -> tuple[np.ndarray, np.ndarray]:
 
 def _large(generator: np.random.Generator, *, identical: bool) -> dict[str, Any]:
     """Time the exact solver on a job of 1,000 units with one k, at three budgets."""
-    shape = Shape(units=_LARGE - 2, precisions=_PRECISIONS, accumulation_choices=(4,), identical=identical)
+    shape = Shape(
+        units=_LARGE - 2, precisions=_PRECISIONS, accumulation_choices=(4,), identical=identical, storages=STORAGES
+    )
     profile = draw_profile(generator, shape)
     least, free = smallest(profile).peak_bytes, solve(profile).peak_bytes
     times, gaps = [], []

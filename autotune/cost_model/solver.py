@@ -1,36 +1,28 @@
 """The exact solver: the best plan of a profile under a memory budget.
 
-For each k a mixed-integer program chooses one precision and storage per unit. The memory model is linear in these
-choices: a running total of what earlier segments keep, one row per pass of each segment, and one variable per boundary
-that is 1 if any neighbour keeps it. HiGHS solves the program; every solution is checked with the memory model.
+For each k a program chooses one precision and storage per unit; see :mod:`autotune.cost_model.choice_program`. Every
+solution is checked with the memory model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from autotune.budget import format_bytes
+from autotune.cost_model.choice_program import MIB, ChoiceProgram
 from autotune.cost_model.goodput import efficiency
-from autotune.cost_model.memory_model import levels, peak_bytes
+from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import Weights
-from autotune.cost_model.profile import FIXED, Cost, Profile, StepTable, choice_name
+from autotune.cost_model.profile import Profile, StepTable, choice_name
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, ProfileError
 from autotune.plan import Plan, Precision, Storage
 
 # Share of a budget that is left free for memory outside the memory model.
 SAFETY_MARGIN = 0.005
-_MIB = 2.0**20
-# Thousands of equal units have too many equivalent plans to prove the last hundredth of a percent.
-_TIME_LIMIT_S = 1.5
-# Status of SciPy's `milp` when the time limit is reached.
-_TIME_IS_UP = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +152,9 @@ def _best_of_each_k(profile: Profile, usable_bytes: float, goal: Goal) -> list[S
 
 def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:
     """Return the best plan at one k, or ``None`` if none fits."""
-    program = _Program(profile, table, usable_bytes, goal)
+    room = usable_bytes - profile.static_bytes - table.batch_bytes
     try:
-        chosen, gap = program.solve()
+        chosen, gap = _program(profile, table, room, goal).solve()
     except TimeoutError:
         return _leanest_at(profile, table, usable_bytes, goal)
     if chosen is None:
@@ -241,172 +233,19 @@ def _plan(profile: Profile, table: StepTable, chosen: dict[str, str]) -> Plan:
     return Plan(accumulation_steps=table.accumulation_steps, precision=precision, storage=storage)
 
 
-class _Program:
-    """The mixed-integer program of one k.
-
-    Columns: the choices of each unit, the boundaries, the running totals, the peak. Memory is in MiB, because values in
-    bytes are too large for the solver's tolerances. Logical rows are not scaled, because values in MiB are too small.
-    """
-
-    def __init__(self, profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> None:
-        self._table = table
-        self._saved_only = {unit.name for unit in profile.units if not unit.recomputable}
-        self._rows: list[tuple[list[int], list[float], float, float]] = []
-        self._lower: list[float] = []
-        self._upper: list[float] = []
-        self._cost: list[float] = []
-        self._whole: list[int] = []
-        self._options: dict[str, dict[str, int]] = {}
-        worth = samples_of_progress(profile, table.accumulation_steps, goal.noise_scale)
-        base_s, base_bytes = _reference(profile, goal)
-        self._per_second = goal.weights.time * profile.calibration.scale / worth / base_s
-        self._per_mib = goal.weights.memory * _MIB / base_bytes
-        room = (usable_bytes - profile.static_bytes - table.batch_bytes) / _MIB
-        self._peak = self._column(0.0, room, self._per_mib)
-        self._infeasible = room < table.update_peak_bytes / _MIB
-        self._choose()
-        self._remember()
-
-    def solve(self) -> tuple[dict[str, str] | None, float]:
-        """Return each unit's choice, or ``None`` if no plan fits; and the relative gap.
-
-        Raises:
-            TimeoutError: if the time limit is reached without a solution.
-        """
-        if self._infeasible:
-            return None, 0.0
-        rows, columns, values = [], [], []
-        for number, (where, what, _, _) in enumerate(self._rows):
-            rows += [number] * len(where)
-            columns += where
-            values += what
-        matrix = coo_array((values, (rows, columns)), shape=(len(self._rows), len(self._cost))).tocsr()
-        constraints = LinearConstraint(matrix, [row[2] for row in self._rows], [row[3] for row in self._rows])
-        result = milp(
-            np.array(self._cost),
-            integrality=np.array(self._whole),
-            bounds=Bounds(np.array(self._lower), np.array(self._upper)),
-            constraints=constraints,
-            options={"mip_rel_gap": 1e-6, "time_limit": _TIME_LIMIT_S},
-        )
-        if result.status == _TIME_IS_UP and result.x is None:
-            raise TimeoutError
-        if result.x is None:
-            return None, 0.0
-        chosen = {
-            unit: max(options, key=lambda name, options=options: result.x[options[name]])  # type: ignore[misc]
-            for unit, options in self._options.items()
-        }
-        return chosen, float(result.mip_gap or 0.0)
-
-    def _column(self, lower: float, upper: float, cost: float = 0.0, *, whole: bool = False) -> int:
-        self._lower.append(lower)
-        self._upper.append(upper)
-        self._cost.append(cost)
-        self._whole.append(int(whole))
-        return len(self._cost) - 1
-
-    def _row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
-        self._rows.append(([column for column, _ in terms], [value for _, value in terms], lower, upper))
-
-    def _choose(self) -> None:
-        """Add one column per unit and choice, with its seconds as cost; exactly one of a unit's columns is 1."""
-        for segment in self._table.segments:
-            if segment.unit is None:
-                continue
-            if segment.unit not in self._options:
-                # The profile may contain choices that a lock now forbids.
-                locked = segment.unit in self._saved_only
-                names = [name for name in segment.costs if not locked or name.endswith(f"/{Storage.SAVE}")]
-                self._options[segment.unit] = {name: self._column(0, 1, whole=True) for name in names}
-                self._row([(column, 1.0) for column in self._options[segment.unit].values()], 1.0, 1.0)
-            for name, column in self._options[segment.unit].items():
-                self._cost[column] += segment.costs[name].seconds * self._per_second
-
-    def _kept(self) -> list[int]:
-        """Add one column per boundary, which is at least 1 if a neighbour's choice keeps the boundary."""
-        columns = []
-        for boundary in self._table.boundaries:
-            column = self._column(1.0 if boundary.held else 0.0, 1.0)
-            for index, names in boundary.keepers.items():
-                unit = self._table.segments[index].unit
-                if unit is not None and not boundary.held:
-                    options = self._options[unit]
-                    self._row([(column, 1.0), *((options[n], -1.0) for n in names if n in options)], 0.0, math.inf)
-            columns.append(column)
-        return columns
-
-    def _remember(self) -> None:
-        """Add the running totals, and the rows by which the peak bounds every pass of every segment."""
-        table, kept = self._table, self._kept()
-        gradients = [segment.gradient_bytes for segment in table.segments]
-        around = levels(gradients, [0] * len(gradients), (), ())
-        self._row([(self._peak, 1.0)], table.update_peak_bytes / _MIB, math.inf)
-        total = self._column(0.0, 0.0)
-        for index in range(len(table.segments)):
-            passing = [
-                (kept[number], boundary.size_bytes)
-                for number, boundary in enumerate(table.boundaries)
-                if boundary.born < index <= boundary.last_use
-            ]
-            # A passing boundary counts in full during forward; the running total contains the share that is kept.
-            extra = sum(size for _, size in passing) / _MIB
-            less = [(column, size / _MIB) for column, size in passing]
-            after = around.gradients_after[index]
-
-            def forward(cost: Cost) -> float:
-                return _forward_need(cost, around.gradients_before, later=table.accumulation_steps > 1)
-
-            def backward(cost: Cost, after: int = after) -> float:
-                return _backward_need(cost, after, around.gradients_before, later=table.accumulation_steps > 1)
-
-            self._hold(total, less, extra, index, forward)
-            self._hold(total, [], 0.0, index, backward)
-            following = self._column(0.0, math.inf)
-            born = [
-                (kept[number], -boundary.size_bytes / _MIB)
-                for number, boundary in enumerate(table.boundaries)
-                if boundary.born == index
-            ]
-            terms, fixed = self._terms(index, lambda cost: cost.saved_bytes)
-            saved = [(column, -value) for column, value in terms]
-            self._row([(following, 1.0), (total, -1.0), *born, *saved], fixed, fixed)
-            total = following
-
-    def _hold(
-        self,
-        total: int,
-        less: Sequence[tuple[int, float]],
-        extra: float,
-        index: int,
-        need: Callable[[Cost], float],
-    ) -> None:
-        terms, fixed = self._terms(index, need)
-        self._row(
-            [
-                (self._peak, 1.0),
-                (total, -1.0),
-                *less,
-                *((column, -value) for column, value in terms),
-            ],
-            fixed + extra,
-            math.inf,
-        )
-
-    def _terms(self, index: int, what: Callable[[Cost], float]) -> tuple[list[tuple[int, float]], float]:
-        """Return a segment's need in MiB: per choice, or fixed for code between units."""
-        segment = self._table.segments[index]
+def _program(profile: Profile, table: StepTable, room_bytes: float, goal: Goal) -> ChoiceProgram:
+    """Return the program of one k, whose objective is the goal's."""
+    worth = samples_of_progress(profile, table.accumulation_steps, goal.noise_scale)
+    base_s, base_bytes = _reference(profile, goal)
+    per_second = goal.weights.time * profile.calibration.scale / worth / base_s
+    # The profile may contain choices that a lock now forbids.
+    saved_only = {unit.name for unit in profile.units if not unit.recomputable}
+    options: dict[str, dict[str, float]] = {}
+    for segment in table.segments:
         if segment.unit is None:
-            return [], what(segment.costs[FIXED]) / _MIB
-        options = self._options[segment.unit]
-        return [(column, what(segment.costs[name]) / _MIB) for name, column in options.items()], 0.0
-
-
-def _forward_need(cost: Cost, gradients: int, *, later: bool) -> float:
-    first, second = cost.forward_peak_bytes
-    return max(first, gradients + second) if later else first
-
-
-def _backward_need(cost: Cost, after: int, gradients: int, *, later: bool) -> float:
-    first, second = cost.backward_peak_bytes
-    return max(after + first, gradients + second) if later else after + first
+            continue
+        own = options.setdefault(segment.unit, {})
+        for name, cost in segment.costs.items():
+            if segment.unit not in saved_only or name.endswith(f"/{Storage.SAVE}"):
+                own[name] = own.get(name, 0.0) + cost.seconds * per_second
+    return ChoiceProgram(table, options, goal.weights.memory * MIB / base_bytes, room_bytes)

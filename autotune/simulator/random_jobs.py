@@ -34,6 +34,7 @@ class Shape:
         identical: whether all recomputable units cost the same.
         batching: ``fixed`` or ``adaptive``.
         batch_size: samples in one batch.
+        storages: allowed storages of recomputable units.
     """
 
     units: int = 6
@@ -42,6 +43,11 @@ class Shape:
     identical: bool = False
     batching: str = "fixed"
     batch_size: int = 32
+    storages: tuple[Storage, ...] = DEFAULT_STORAGES
+
+    def storages_of(self, unit: Unit) -> tuple[Storage, ...]:
+        """Return the storages of a unit; one that is never recomputed saves."""
+        return self.storages if unit.recomputable else (Storage.SAVE,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,11 +216,11 @@ def _table(
     for index, (unit, block) in enumerate(zip(units, blocks, strict=True)):
         costs = {}
         for precision in shape.precisions:
-            for storage in _storages(unit):
+            for storage in shape.storages_of(unit):
                 costs[choice_name(precision, storage)] = _cost(block, precision, storage, share, repeats)
         segments += [Segment(unit=unit.name, gradient_bytes=int(block.weights), costs=costs), _between()]
         if index < len(units) - 1:
-            boundaries.append(_boundary(index, units, blocks, shape.precisions, share))
+            boundaries.append(_boundary(index, units, blocks, shape, share))
     gradients = sum(int(block.weights) for block in blocks)
     return StepTable(
         accumulation_steps=k,
@@ -227,22 +233,20 @@ def _table(
     )
 
 
-def _boundary(
-    index: int, units: tuple[Unit, ...], blocks: list[_Block], precisions: tuple[Precision, ...], share: float
-) -> Boundary:
+def _boundary(index: int, units: tuple[Unit, ...], blocks: list[_Block], shape: Shape, share: float) -> Boundary:
     """Return the boundary after a unit: its output, which this unit or the next one may keep."""
     own, following = blocks[index], blocks[index + 1]
     producer, consumer = 2 * index + 1, 2 * index + 3
     kept_after = [
         choice_name(p, storage)
-        for storage in _storages(units[index + 1])
-        for p in precisions
+        for storage in shape.storages_of(units[index + 1])
+        for p in shape.precisions
         if storage.recomputes or following.keeps_input[p]
     ]
     kept_before = [
         choice_name(p, storage)
-        for storage in _storages(units[index])
-        for p in precisions
+        for storage in shape.storages_of(units[index])
+        for p in shape.precisions
         if own.keeps_output[p] and not storage.recomputes
     ]
     return Boundary(
@@ -252,10 +256,6 @@ def _boundary(
         held=False,
         keepers={producer: tuple(kept_before), consumer: tuple(kept_after)},
     )
-
-
-def _storages(unit: Unit) -> tuple[Storage, ...]:
-    return DEFAULT_STORAGES if unit.recomputable else DEFAULT_STORAGES[:1]
 
 
 def _between() -> Segment:
