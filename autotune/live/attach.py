@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autotune.agents.policy import PlanningPolicy
+from autotune.choices import DEFAULT_STORAGES, Storage
 from autotune.errors import AttachError, JobError
 from autotune.live.agreement import common_precisions
 from autotune.live.argument_checks import (
@@ -49,6 +50,7 @@ from autotune.mechanics.loop_signals import errors_ignored
 from autotune.mechanics.precision import useful_precisions
 from autotune.mechanics.sharded import ShardedUpdate
 from autotune.mechanics.stepping import Update
+from autotune.mechanics.storages import offered
 from autotune.plan import PlanSpace, Precision
 from autotune.report_to import chosen
 from autotune.units import Unit, units_of
@@ -350,8 +352,27 @@ def _space(
     elif accumulation_steps > 1:
         locks["accumulation_steps"] = f"the loop accumulates {accumulation_steps} batches by itself"
         choices = (accumulation_steps,)
-    space = PlanSpace(units=found, accumulation_choices=choices, precisions=precisions, k_splits=not adaptive)
+    storages = _storages(model, settings, locks)
+    space = PlanSpace(
+        units=found,
+        accumulation_choices=choices,
+        precisions=precisions,
+        k_splits=not adaptive,
+        storages=storages,
+    )
     return space, locks
+
+
+def _storages(model: nn.Module, settings: Settings, locks: dict[str, str]) -> tuple[Storage, ...]:
+    """Return the storages that plans may choose; note the others that were asked for in ``locks``."""
+    asked = offered(settings.storages)
+    spread = is_spread(model)
+    for storage in asked:
+        if not storage.exact:
+            locks[str(storage)] = "gradients would be approximate"
+        elif spread and storage not in DEFAULT_STORAGES:
+            locks[str(storage)] = "weights are spread over ranks, and gathered by hooks of each unit"
+    return tuple(storage for storage in asked if str(storage) not in locks)
 
 
 def _agreed(space: PlanSpace, locks: dict[str, str], ranks: Ranks) -> PlanSpace:

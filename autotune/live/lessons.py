@@ -209,7 +209,24 @@ class Lessons:
         for plan in wanted:
             if plan not in known.seen and known.expected_peak(plan, space, self._ks) <= room:
                 return self.tracing(plan)
-        return self._fuller() if self.saves_memory else None
+        return self._fuller() or self._between() if self.saves_memory else None
+
+    def _between(self) -> Use | None:
+        """Return a traced step that shows a storage between saving and recomputing; ``None`` if all are known.
+
+        Units that the fastest fitting plan saves have the storage in it. They keep no more than by saving.
+        """
+        space = self._allowed.space
+        known = {one for plan in self._knowledge.seen for one in plan.storage.values()}
+        wanted = [one for one in space.storages if not one.recomputes and one not in (*known, space.storages[0])]
+        placements = self._placements() if wanted else None
+        if placements is None:
+            return None
+        like = self._likely(self.first_plan)
+        saved = [name for name in space.recomputable if like.storage_of(name) is space.storages[0]]
+        if not saved:
+            return None
+        return self.tracing(like.changed(storage={**like.storage, **dict.fromkeys(saved, wanted[0])}))
 
     def _fuller(self) -> Use | None:
         """Return a traced step under the fastest plan that is predicted to fit; ``None`` after enough of them.

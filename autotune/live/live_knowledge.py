@@ -19,7 +19,7 @@ from autotune.plan import Plan, PlanSpace, Precision
 from autotune.profiling.attribution import attribute
 from autotune.profiling.live_profile import LiveTrace, live_profile
 from autotune.profiling.memory_scaling import Growth
-from autotune.profiling.step_record import TimedStep, recomputed_units
+from autotune.profiling.step_record import TimedStep, recomputed_units, silent_units
 from autotune.profiling.step_signature import Signature
 
 # Numbers of timed steps after which the profile is made again; no more steps than the last number are timed.
@@ -174,7 +174,7 @@ class Knowledge:
         seen = LiveTrace(
             plan=plan,
             calls=trace.calls,
-            attribution=attribute(trace, recomputed_units(plan), gradients),
+            attribution=attribute(trace, recomputed_units(plan), gradients, silent_units(plan)),
             batch_bytes=size,
             traced_bytes=size,
             static_bytes=use.static_bytes,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import ParamSpec, TypeVar, get_args
 
+from autotune.choices import EXACT_STORAGES
 from autotune.errors import AttachError
 from autotune.job import Batching, LearningRateRule
 from autotune.report_to import LIBRARIES
@@ -27,6 +28,8 @@ class Settings:
             gradient's noise warrants, and ``step()`` returns ``False`` until it has them.
         lr_rule: under adaptive batching, ``linear`` or ``sqrt`` multiply the learning rate of a step by its samples
             over a batch's; ``none`` leaves it.
+        storages: names of storages that plans may choose beside ``save`` and ``recompute``. All are bit-identical:
+            inexact ones are for jobs, whose profile tells how far they put gradients off.
         name: name of the run; ``None`` for the name of the model's class.
         report_to: ``mlflow``, ``tensorboard`` or ``wandb``: a separate process sends the decision log there during the
             run. ``none``: the log is only written.
@@ -39,6 +42,7 @@ class Settings:
     accumulation_choices: Sequence[int] = (1, 2, 4, 8)
     batching: Batching = "fixed"
     lr_rule: LearningRateRule = "none"
+    storages: Sequence[str] = ()
     name: str | None = None
     report_to: str = "none"
 
@@ -53,6 +57,11 @@ class Settings:
         ascending = whole and sorted(set(choices)) == list(choices)
         _require(ascending, "accumulation_choices", self.accumulation_choices, "whole numbers >= 1, ascending")
         object.__setattr__(self, "accumulation_choices", choices)
+        exact = [str(storage) for storage in EXACT_STORAGES]
+        named = isinstance(self.storages, Sequence) and not isinstance(self.storages, str)
+        good = named and all(one in exact for one in self.storages)
+        _require(good, "storages", self.storages, f"some of {', '.join(exact)}")
+        object.__setattr__(self, "storages", tuple(self.storages))
         _require(self.batching in get_args(Batching), "batching", self.batching, ", ".join(get_args(Batching)))
         rules = get_args(LearningRateRule)
         _require(self.lr_rule in rules, "lr_rule", self.lr_rule, ", ".join(rules))

@@ -18,6 +18,7 @@ from autotune.profiling.step_record import StepRecord, StepsAtK, TimedStep, Trac
 from autotune.profiling.unseen_costs import (
     SizedCost,
     UnitKind,
+    costs_by_kind,
     kind_of,
     lowered_by_like_units,
     micro_batch_of,
@@ -88,6 +89,7 @@ def _step_table(steps: StepsAtK, space: PlanSpace, micro_batch: int, *, is_spars
     seconds = seconds_by_choice(steps.timed, calls, batch_bytes, space.units if is_sparse else ())
     seen = lowered_by_like_units([_costs(index, traces, seconds) for index in range(len(units))], units)
     ratios = saving_ratios(seen, units)
+    alike = costs_by_kind(seen, units)
     segments = []
     for index, (unit, costs) in enumerate(zip(units, seen, strict=True)):
         if unit is None:
@@ -95,7 +97,7 @@ def _step_table(steps: StepsAtK, space: PlanSpace, micro_batch: int, *, is_spars
         else:
             found = costs if unit.recomputable else _without_storage(costs)
             if is_sparse and unit.recomputable:
-                found = with_bounds(found, ratios.get(kind_of(unit), ()))
+                found = with_bounds(found, ratios.get(kind_of(unit), ()), alike[kind_of(unit)])
             found = none_faster_than_saving(
                 {
                     name: replace(
@@ -251,8 +253,8 @@ def _possible_keepers(
 ) -> dict[int, tuple[str, ...]]:
     """Return the segments that may keep a boundary, and under which choices: an upper bound for choices not run.
 
-    A segment that receives the boundary may keep it whenever the segment recomputes. A segment that kept it in any step
-    may keep it under every other storage.
+    A segment that receives the boundary may keep it unless the segment saves. A segment that kept it in any step may
+    keep it unless the segment recomputes.
     """
     calls = traces[0].calls
     keepers = {segment for _, passing in seen for segment in passing.keepers}
@@ -262,6 +264,12 @@ def _possible_keepers(
     for segment in sorted(segment for segment in keepers | users if segment % 2):
         unit = units.get(calls[segment // 2])
         known = STORAGES if unit is not None and unit.recomputable else STORAGES[:1]
-        storages = [storage for storage in known if segment in (users if storage.recomputes else keepers)]
+        storages = [storage for storage in known if segment in _may_keep(storage, keepers, users)]
         names[segment] = tuple(f"{precision}/{storage}" for precision in precisions for storage in storages)
     return {segment: choices for segment, choices in names.items() if choices}
+
+
+def _may_keep(storage: Storage, keepers: set[int], users: set[int]) -> set[int]:
+    if storage.recomputes:
+        return users
+    return keepers if storage is Storage.SAVE else users | keepers

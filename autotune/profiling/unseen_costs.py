@@ -140,16 +140,34 @@ def saving_ratios(costs: Sequence[Mapping[str, Cost]], units: Sequence[Unit | No
     return ratios
 
 
-def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[float]) -> dict[str, Cost]:
+def costs_by_kind(costs: Sequence[Mapping[str, Cost]], units: Sequence[Unit | None]) -> dict[UnitKind, dict[str, Cost]]:
+    """Return, for each kind of unit, the largest cost of each choice that was run in any unit of the kind.
+
+    Args:
+        costs: costs of each segment by choice.
+        units: the unit of each segment; ``None`` for code between units.
+    """
+    found: dict[UnitKind, dict[str, list[Cost]]] = {}
+    for unit, own in zip(units, costs, strict=True):
+        for name, cost in own.items() if unit is not None else ():
+            found.setdefault(kind_of(unit), {}).setdefault(name, []).append(cost)  # type: ignore[arg-type]
+    return {kind: {name: most(like) for name, like in own.items()} for kind, own in found.items()}
+
+
+def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[float], alike: Mapping[str, Cost]) -> dict[str, Cost]:
     """Return a unit's costs with an upper bound for saving or recomputing, if only one of them was run.
 
-    A storage of another kind can only be measured.
+    A storage of another kind must have been run in a unit of the same kind.
 
     Args:
         costs: costs by choice.
         ratios: the result of :func:`saving_ratios` for its kind.
+        alike: costs by choice in units of its kind.
     """
     filled = dict(costs)
+    for name in alike.keys() - costs.keys():
+        if name.partition("/")[2] not in (Storage.SAVE, *_RECOMPUTING):
+            filled[name] = combined([alike[name]], lambda own: own[0], lambda own: int(own[0] * _UNSEEN_MARGIN))
     for precision in dict.fromkeys(name.partition("/")[0] for name in costs):
         save, again = _saved_and_recomputed(costs, precision)
         if save is None and again is not None:
