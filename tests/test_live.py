@@ -26,7 +26,6 @@ from torch import nn
 
 import autotune
 from autotune import AttachError, Limits, Settings
-from autotune.choices import DEFAULT_STORAGES
 from autotune.live.deciding import find_policy
 from autotune.live.kill_switches import KILL_VARIABLE
 from autotune.plan import Launch, Plan, PlanSpace, Precision
@@ -160,8 +159,8 @@ class Wanders:
         self.generator = np.random.default_rng(5)
 
     def decide(self, observation: Any, plan: Plan) -> Plan:
-        names = observation.space.recomputable
-        chosen = {name: DEFAULT_STORAGES[int(self.generator.integers(len(DEFAULT_STORAGES)))] for name in names}
+        names, storages = observation.space.recomputable, observation.space.storages
+        chosen = {name: storages[int(self.generator.integers(len(storages)))] for name in names}
         return plan.changed(storage=chosen)
 
     def reset(self) -> None:
