@@ -106,7 +106,7 @@ class Step:
 
 
 def metered_run(
-    lengths: Iterable[int], budget: Callable[[int], int], policy: Any = "exact"
+    lengths: Iterable[int], budget: Callable[[int], int], policy: Any = "exact", storages: tuple[str, ...] = ()
 ) -> tuple[list[Step], dict[str, Any]]:
     """Train attached, and return each step's budget and peaks: the twin's, its own, and the traced one."""
     now, twin = 0, Twin()
@@ -114,7 +114,13 @@ def metered_run(
     trained = model()
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
     tuner = autotune.attach(
-        trained, optimizer, policy, memory_budget_bytes=lambda: budget(now), limits=RESTLESS, runs_dir=None
+        trained,
+        optimizer,
+        policy,
+        memory_budget_bytes=lambda: budget(now),
+        limits=RESTLESS,
+        runs_dir=None,
+        settings=autotune.Settings(storages=storages),
     )
     pilot: Any = tuner._pilot
     steps = []
@@ -196,6 +202,19 @@ def test_random_budget_per_step_is_never_exceeded(seed: int, policy: str, bounds
     assert status["placed"] >= 20
     # While the growth law of memory is unknown, possibly no plan is known to fit a long batch; then
     # the leanest plan runs, and it fits.
+    assert_within(steps, status, known_to_fit=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_random_budget_is_never_exceeded_by_storages_between_saving_and_recomputing(
+    seed: int, bounds: tuple[int, int]
+) -> None:
+    low, high = bounds
+    drawn = np.random.default_rng(200 + seed).uniform(low * 1.03, high * 1.05, 60).astype(int)
+    steps, status = metered_run(ragged(seed, 60), lambda n: int(drawn[n]), storages=("selective", "rebuild"))
+    used = {storage for step in steps for storage in step.plan.storage.values()}
+    assert used >= {Storage.SELECTIVE, Storage.REBUILD}
     assert_within(steps, status, known_to_fit=False)
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from autotune.choices import DEFAULT_STORAGES
 from autotune.cost_model.profile import Profile
 from autotune.live.allowed_plans import AllowedPlans, K, tried_choice
 from autotune.live.attached import Attached, Step, StepAhead
@@ -76,8 +78,12 @@ class LiveProfiler:
 
     @property
     def space(self) -> PlanSpace:
-        """The plans that are allowed."""
-        return self._allowed.space
+        """The plans that are allowed, without storages that no step in the profile had."""
+        allowed, profile = self._allowed.space, self.profile
+        if profile is None or allowed.storages == DEFAULT_STORAGES:
+            return allowed
+        known = {*DEFAULT_STORAGES, *profile.space.storages}
+        return replace(allowed, storages=tuple(one for one in allowed.storages if one in known))
 
     @property
     def locks(self) -> dict[str, str]:
@@ -276,7 +282,7 @@ class LiveProfiler:
 
     def rebuild(self) -> Profile | None:
         """Rebuild the profile from all recorded steps; return ``None`` if no step was traced."""
-        profile = self.knowledge.profile(self.space, self._lessons.ahead.samples)
+        profile = self.knowledge.profile(self._allowed.space, self._lessons.ahead.samples)
         if profile is not None:
             self.profile = profile
         return profile

@@ -119,6 +119,8 @@ class Placements:
             k, choices = self._arrays.encode(0, plan)
         except ProfileError:
             return np.empty((0, 0))
+        if self._arrays.missing[0, k, np.arange(len(choices)), choices].any():
+            return np.empty((0, 0))
         one = Plans(np.zeros(1, dtype=np.int64), np.array([k]), choices[None])
         recomputed = self._arrays.numbering.recomputes(one.choices).sum(axis=1)
         return np.asarray(self._arrays.peaks_by_length(one, LENGTHS) + _states(recomputed))

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from autotune.cost_model.profile import Calibration, Profile
 from autotune.cost_model.time_model import summed_seconds
+from autotune.errors import ProfileError
 from autotune.mechanics.step_trace import Phase
-from autotune.plan import PlanSpace
+from autotune.plan import Plan, PlanSpace
 from autotune.profiling.profile_assembly import assemble
 from autotune.profiling.step_record import StepRecord, StepsAtK, TimedStep, TracedStep, common_precision
 
@@ -164,6 +165,14 @@ def _calibrated(profile: Profile, timed: Sequence[TimedStep], batch_bytes: int) 
     ratios = [
         sum(step.seconds.values()) * batch_bytes / step.batch_bytes / total
         for step in timed
-        if (total := summed_seconds(profile, step.plan)) > 0
+        if (total := _summed(profile, step.plan)) > 0
     ]
     return replace(profile, calibration=Calibration(scale=statistics.median(ratios))) if ratios else profile
+
+
+def _summed(profile: Profile, plan: Plan) -> float:
+    """Return the predicted seconds of a plan without calibration; 0 if the profile has no cost of a choice in it."""
+    try:
+        return summed_seconds(profile, plan)
+    except ProfileError:
+        return 0.0
