@@ -21,11 +21,19 @@ BATCH, LENGTH = 32, 128
 VALIDATION_SEQUENCES = 16
 
 
+def attention_in_steps(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Compute causal attention by operations that each keep a matrix of all pairs of positions."""
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(future, float("-inf")).softmax(-1).to(value.dtype) @ value
+
+
 class Attention(nn.Module):
     """Let every position look at itself and at earlier ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fused: bool) -> None:
         super().__init__()
+        self.mix = functools.partial(F.scaled_dot_product_attention, is_causal=True) if fused else attention_in_steps
         self.project_in = nn.Linear(WIDTH, 3 * WIDTH)
         self.project_out = nn.Linear(WIDTH, WIDTH)
 
@@ -33,19 +41,16 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         heads = self.project_in(x).view(batch, length, 3, HEADS, WIDTH // HEADS)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        scores = query @ key.transpose(-2, -1) / math.sqrt(WIDTH // HEADS)
-        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(value.dtype)
-        return self.project_out((weights @ value).transpose(1, 2).reshape(batch, length, WIDTH))
+        return self.project_out(self.mix(query, key, value).transpose(1, 2).reshape(batch, length, WIDTH))
 
 
 class Block(nn.Module):
     """One transformer block: attention and a two-layer network, each on a residual path."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fused: bool) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention()
+        self.attention = Attention(fused=fused)
         self.network = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         self.dropout = nn.Dropout(DROPOUT)
 
@@ -68,10 +73,10 @@ class Embedding(nn.Module):
 class GPT(nn.Module):
     """Predict the next byte."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fused: bool = True) -> None:
         super().__init__()
         self.embedding = Embedding()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(fused=fused) for _ in range(BLOCKS))
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -143,6 +148,9 @@ job = Job(
     evaluate_every=2,
     data_sources=data_sources,
 )
+
+# The same model with attention in steps, which keep far more: for recomputation to save.
+eager = replace(job, name="charlm_eager", model=functools.partial(GPT, fused=False))
 
 # A shorter run of the same job, for a first look.
 short = replace(job, name="charlm_short", target=2.7, max_steps=36)
