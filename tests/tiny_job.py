@@ -80,6 +80,11 @@ def few_k() -> Job:
     return make(accumulation_choices=(1, 2))
 
 
+def one_k() -> Job:
+    """Return the job without accumulation."""
+    return make(accumulation_choices=(1,))
+
+
 def k_larger_than_batch() -> Job:
     return make(accumulation_choices=(1, 2, 64))
 

@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/<device>/.", no_args_is_help=True)
 # Benchmarks that need no run of another command. Those that need a library or a GPU are added if it is present.
-ALL = ("overhead", "profile", "solver", "simulator", "attach", "batching", "search")
+ALL = ("overhead", "profile", "solver", "simulator", "attach", "batching", "search", "peers")
 
 
 @app.callback()
@@ -251,6 +252,75 @@ def _search_table(document: dict[str, Any]) -> Table:
         f"{len(document['plans'])} plans measured again; two halves of the rounds differ by "
         f"{document['repeat_difference_frac']:.1%} (median)"
     )
+    return table
+
+
+@_bench
+def peers(
+    run: _Run,
+    job: Annotated[str, typer.Argument(help="The job to train.")] = "charlm:brief",
+    memory_budgets: Annotated[
+        str,
+        typer.Option(
+            "--memory-budgets", help="Sizes (20GiB) or shares of the FP32 baseline's peak (40%), separated by commas."
+        ),
+    ] = "100%,60%,40%,30%,20%",
+    peers: Annotated[
+        str | None, typer.Option("--peers", help="Techniques, separated by commas; all if left out.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", max=10_000, help="Number of windows of each arm, in turn.")] = 8,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, max=1024, help="Torch threads of each arm; torch's default.")
+    ] = None,
+    lean: LeanOption = True,
+    seed: SeedOption = 0,
+) -> _Measured:
+    """Compare torch.compile, checkpointing rules and uniform bf16, each at its best k, with our plans in one run."""
+    from autotune.bench.bench_peers import PeerBenchSettings, bench_peers, lines
+    from autotune.bench.peer_engine import PEERS
+    from autotune.budget import MemoryBudget
+    from autotune.profiling.profiler import ProfilerOptions
+
+    settings = PeerBenchSettings(
+        budgets=tuple(MemoryBudget.parse(text) for text in memory_budgets.split(",")),
+        peers=tuple(PEERS) if peers is None else tuple(peers.split(",")),
+        rounds=rounds,
+        seed=seed,
+        threads=threads,
+        profiler=ProfilerOptions.lean() if lean else ProfilerOptions(),
+    )
+    document = bench_peers(job, run.runs, settings, run.bars)
+    run.output.print(_peers_table(document))
+    return _Measured("peers", document, lines(document))
+
+
+def _peers_table(document: dict[str, Any]) -> Table:
+    """Return a table with one row per budget and family, the fastest of a budget first."""
+    from autotune.budget import format_bytes
+
+    base = document["baseline"]
+    table = shared.table(
+        title=f"{document['job']}: the best arm of each within shares of {format_bytes(base['peak_bytes'])}; ratios "
+        f"to the fastest of a budget over {document['rounds']} rounds",
+        title_justify="left",
+    )
+    for name in ("within", "arm", "ms per step", "ratio", "peak", "compiling, s", "loss"):
+        table.add_column(name, justify="left" if name == "arm" else "right", overflow="fold")
+    former = None
+    for row in filter(itemgetter("fits"), document["arms"]):
+        begins, former = row["budget_frac"] != former, row["budget_frac"]
+        if begins:
+            table.add_section()
+        low, high = row["over_fastest"]["ratio_ci95"]
+        table.add_row(
+            f"{row['budget_frac']:.0%}" if begins else "",
+            row["name"],
+            f"{1000 * row['seconds_per_step']:.1f}",
+            f"{row['over_fastest']['ratio_median']:.2f} [{low:.2f}, {high:.2f}]",
+            f"{row['peak_bytes'] / base['peak_bytes']:.1%}",
+            f"{row['compile_s']:.1f}",
+            f"{row['loss']:.4f}",
+        )
     return table
 
 
