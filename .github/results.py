@@ -224,6 +224,31 @@ def search(found: Document) -> Iterator[str]:
     )
 
 
+def peers(found: Document) -> Iterator[str]:
+    """Yield the best arm of every peer and of our plans within each budget."""
+    base = found["baseline"]
+    yield (
+        f"Job `{found['job']}` within shares of the plain fp32 model's peak, {format_bytes(base['peak_bytes'])}, in "
+        f"{found['rounds']} rounds. Every peer has its best setting and k; the loss is that of the last steps."
+    )
+    yield from table(
+        ["within", "arm", "time over the fastest's", "peak", "compiling", "loss"],
+        (
+            (
+                f"{row['budget_frac']:.0%}",
+                row["name"],
+                interval(row["over_fastest"]["ratio_median"], row["over_fastest"]["ratio_ci95"]),
+                f"{row['peak_bytes'] / base['peak_bytes']:.0%}",
+                f"{row['compile_s']:.0f} s",
+                f"{row['loss']:.3f}",
+            )
+            if row["fits"]
+            else (f"{row['budget_frac']:.0%}", row["name"], row["failure"] or "out of reach", "", "", "")
+            for row in found["arms"]
+        ),
+    )
+
+
 def simulator(found: Document) -> Iterator[str]:
     """Yield the simulator's rate, and how it ranks plans."""
     ranking = found["ranking"]
@@ -290,6 +315,7 @@ KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
     "attach": ("Attached to live training", attached),
     "batching": ("Adaptive batching", batching),
     "reproduce": ("The paper's tables, on small jobs", reproduced),
+    "peers": ("Techniques of other programs", peers),
     "gpu": ("On a GPU", gpu),
     "overhead": ("What measuring costs", overhead),
     "cluster": ("Several workers", cluster),
@@ -304,16 +330,16 @@ def page() -> str:
     left = {path.name for path in files}
     lines = [HEAD]
     for kind, (title, render) in KINDS.items():
-        lines.append(f"## {title}\n")
-        for path in files:
-            if path.stem.partition("-")[0] == kind:
-                found = json.loads(path.read_text())
-                left.discard(path.name)
-                lines.append(f"### {path.stem}\n")
-                facts = [found["device"], *([f"`{found['command']}`"] if "command" in found else [])]
-                facts += [f"`runs/benchmarks/{path.parent.name}/{path.name}`", *filter(None, [found.get("note")])]
-                lines.append("; ".join(facts).rstrip(".") + ".\n")
-                lines += render(found)
+        own = [path for path in files if path.stem.partition("-")[0] == kind]
+        lines += [f"## {title}\n"] if own else []
+        for path in own:
+            found = json.loads(path.read_text())
+            left.discard(path.name)
+            lines.append(f"### {path.stem}\n")
+            facts = [found["device"], *([f"`{found['command']}`"] if "command" in found else [])]
+            facts += [f"`runs/benchmarks/{path.parent.name}/{path.name}`", *filter(None, [found.get("note")])]
+            lines.append("; ".join(facts).rstrip(".") + ".\n")
+            lines += render(found)
     if left:
         raise ValueError(f"no table is known for {', '.join(sorted(left))}")
     text = "\n".join(lines)
