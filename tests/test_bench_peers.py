@@ -85,6 +85,8 @@ def test_every_setting_of_a_peer_is_tried_at_every_k_and_the_plain_model_always(
     ]
     first, *others = peer_candidates(space, ["every-n"])
     assert (first.families, {family for one in others for family in one.families}) == (set(), {"peer:every-n"})
+    single = [one.name for one in peer_candidates(space, ["compile-0.5"])]
+    assert single == ["peer:accumulation-k1", *(f"peer:compile-0.5{b}-k{k}" for b in ("", "-bf16") for k in (1, 2))]
     tried = peer_candidates(space, PEERS)
     assert len({one.name for one in tried}) == len(tried)
     assert {family for one in tried for family in one.families} == {f"peer:{name}" for name in PEERS}

@@ -25,7 +25,7 @@ from autotune.bench.peer_arms import (
     peer_candidates,
     require_baseline,
 )
-from autotune.bench.peer_engine import PEERS, comparable
+from autotune.bench.peer_engine import PEERS, comparable, techniques
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.catalog import load_job
 from autotune.errors import InputError
@@ -42,7 +42,7 @@ class PeerBenchSettings:
 
     Attributes:
         budgets: memory budgets.
-        peers: some of :data:`PEERS`.
+        peers: some of :data:`PEERS`, or single settings such as ``compile-blocks-0.2``.
         rounds: number of windows of every arm.
         seed: random seed for all arms.
         threads: torch threads of all arms; ``None`` for torch's default.
@@ -57,9 +57,7 @@ class PeerBenchSettings:
     profiler: ProfilerOptions
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.peers if name not in PEERS]
-        if unknown or not self.peers:
-            raise InputError(f"peer {unknown[0] if unknown else ''!r} is unknown", where="--peers", allowed=PEERS)
+        techniques(self.peers, bf16=True)
         if self.rounds < 2:
             raise InputError(f"rounds is {self.rounds}", where="--rounds", allowed="at least 2")
 
@@ -92,7 +90,7 @@ def bench_peers(reference: str, runs: Path, settings: PeerBenchSettings, reporte
         peak = require_baseline(baseline, job)
         budgets = [budget.resolve(peak) for budget in settings.budgets]
         others += own_candidates(profile, budgets)
-        families = [*(f"peer:{name}" for name in settings.peers), *OURS]
+        families = list(dict.fromkeys([*(name for one in (first, *others) for name in sorted(one.families)), *OURS]))
         arms, kept = [baseline], [baseline]
         reporter.stage("try every setting", len(others))
         for number, candidate in enumerate(others, 1):

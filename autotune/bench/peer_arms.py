@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from autotune.agents.planner import close_plans
@@ -51,20 +51,19 @@ class Candidate:
     technique: Technique | None = None
 
 
-def peer_candidates(space: PlanSpace, names: Iterable[str]) -> list[Candidate]:
+def peer_candidates(space: PlanSpace, names: Collection[str]) -> list[Candidate]:
     """Return every setting of some peers at every k, the plain fp32 model at the smallest k first.
 
     Args:
         space: the plans of the job.
-        names: names in :data:`autotune.bench.peer_engine.PEERS`.
+        names: names of peers, or of single settings, as :func:`techniques` takes them.
     """
-    names = list(names)
     plain = Technique(peer="accumulation")
     tried = techniques(names, bf16=Precision.BF16 in space.precisions)
     return [
         Candidate(
             name=technique.name(k),
-            families=frozenset({f"peer:{technique.peer}"} if technique.peer in names else ()),
+            families=frozenset({f"peer:{technique.peer}"} if technique in tried else ()),
             plan=space.baseline().changed(accumulation_steps=k),
             technique=technique,
         )
@@ -170,8 +169,8 @@ class Arm:
             self.compile_s = max(first - timed, 0.0)
 
     def take(self) -> None:
-        """Run one window of a round; an arm that failed runs none."""
-        if self.failure is None and (seconds := self._run(WINDOW_STEPS)) is not None:
+        """Run one window of a round, after an untimed step that follows the other arms; one that failed runs none."""
+        if self.failure is None and self._run(1) is not None and (seconds := self._run(WINDOW_STEPS)) is not None:
             self.seconds.append(seconds)
 
     def fits(self, budget_bytes: int) -> bool:

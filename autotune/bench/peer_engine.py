@@ -6,7 +6,9 @@ peer's technique: only the technique and k decide its memory and time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import ctypes
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,8 +24,10 @@ from autotune.engines import worker_main
 from autotune.engines.registry import ENGINES, EngineEntry
 from autotune.engines.torch_engine import TorchEngine
 from autotune.engines.worker_processes import leave, opened
+from autotune.errors import InputError
 from autotune.job import Job
-from autotune.mechanics import controls
+from autotune.measurement import Measurement
+from autotune.mechanics import controls, devices
 from autotune.plan import Plan, PlanSpace
 
 Blocks: TypeAlias = Sequence[nn.Module]
@@ -76,27 +80,39 @@ class Technique:
     option: float | None = None
     bf16: bool = False
 
+    @property
+    def setting(self) -> str:
+        """Return the peer's name and its option, such as ``compile-blocks-0.2``."""
+        return self.peer if self.option is None else f"{self.peer}-{self.option:g}"
+
     def name(self, accumulation_steps: int) -> str:
         """Return the name of the technique's arm at one k, such as ``peer:compile-blocks-0.2-bf16-k4``."""
-        option = "" if self.option is None else f"-{self.option:g}"
         bf16 = "-bf16" if self.bf16 and PEERS[self.peer].fp32 else ""
-        return f"peer:{self.peer}{option}{bf16}-k{accumulation_steps}"
+        return f"peer:{self.setting}{bf16}-k{accumulation_steps}"
 
 
-def techniques(names: Sequence[str], *, bf16: bool) -> list[Technique]:
-    """Return all settings of some peers.
+def techniques(names: Collection[str], *, bf16: bool) -> list[Technique]:
+    """Return techniques by the names of their peers, with all settings, or by the names of single settings.
 
     Args:
-        names: names in :data:`PEERS`.
+        names: names in :data:`PEERS`, or of settings such as ``compile-blocks-0.2``.
         bf16: whether plans of the job may use bf16.
+
+    Raises:
+        InputError: if a name is unknown.
     """
-    return [
+    everything = [
         Technique(peer=name, option=option, bf16=autocast)
-        for name in names
-        for option in PEERS[name].options
-        for autocast, tried in ((False, PEERS[name].fp32), (True, bf16 and PEERS[name].bf16))
+        for name, peer in PEERS.items()
+        for option in peer.options
+        for autocast, tried in ((False, peer.fp32), (True, bf16 and peer.bf16))
         if tried
     ]
+    known = {*PEERS, *(one.setting for one in everything)}
+    for name in names:
+        if name not in known:
+            raise InputError(f"peer {name!r} is unknown", where="--peers", allowed=sorted(known))
+    return [one for one in everything if not {one.peer, one.setting}.isdisjoint(names)]
 
 
 def comparable(job: Job) -> Job:
@@ -140,6 +156,15 @@ class PeerEngine(TorchEngine):
         elif plan != self.plan:
             self.plan = self.space.check(plan)
             self._steps_under_plan = 0
+
+    def run(self, steps: int) -> Measurement:
+        """Run a window, and give what it used back to the system: other arms wait in memory beside this one."""
+        found = super().run(steps)
+        devices.release(self.device)
+        with contextlib.suppress(AttributeError, OSError):
+            # Without it, the C library keeps freed activations; not every one has this function.
+            ctypes.CDLL(None).malloc_trim(0)
+        return found
 
 
 def _autocast_loss(loss: Any, device_type: str, model: nn.Module, batch: Any) -> torch.Tensor:

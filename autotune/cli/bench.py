@@ -266,7 +266,8 @@ def peers(
         ),
     ] = "100%,60%,40%,30%,20%",
     peers: Annotated[
-        str | None, typer.Option("--peers", help="Techniques, separated by commas; all if left out.")
+        str | None,
+        typer.Option("--peers", help="Techniques (sqrt,compile) or settings (compile-blocks-0.2); all if left out."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", max=10_000, help="Number of windows of each arm, in turn.")] = 8,
     threads: Annotated[
