@@ -95,9 +95,10 @@ def bench_peers(reference: str, runs: Path, settings: PeerBenchSettings, reporte
         reporter.stage("try every setting", len(others))
         for number, candidate in enumerate(others, 1):
             arms.append(survey(candidate))
-            best = {id(_best(arms, {family}, budget)) for family in families for budget in budgets}
-            kept = [arm for arm in (*kept, arms[-1]) if arm is baseline or id(arm) in best]
-            for arm in arms:
+            rivals = [*kept, arms[-1]]
+            best = [baseline, *(_best(rivals, {family}, budget) for family in families for budget in budgets)]
+            kept = [arm for arm in rivals if arm in best]
+            for arm in rivals:
                 if arm not in kept:
                     arm.close()
             reporter.advance(number, candidate.name)
@@ -114,7 +115,10 @@ def bench_peers(reference: str, runs: Path, settings: PeerBenchSettings, reporte
             "baseline": {"name": baseline.candidate.name, **_measured(baseline)},
             "budgets": [summary for summary, _ in judged],
             "arms": [row for _, rows in judged for row in rows],
-            "tried": [{"name": arm.candidate.name, **_measured(arm)} for arm in arms],
+            "tried": [
+                {"name": arm.candidate.name, **_measured(arm), "rounds_s": arm.seconds, "failure": arm.failure}
+                for arm in arms
+            ],
         },
     )
 
@@ -143,8 +147,7 @@ def _take_turns(arms: Sequence[Arm], rounds: int, reporter: Reporter) -> None:
 def _best(arms: Iterable[Arm], families: Collection[str], budget: int) -> Arm | None:
     """Return the fastest arm of some families that fits a budget; ``None`` if none does."""
     fitting = [arm for arm in arms if arm.candidate.families & set(families) and arm.fits(budget)]
-    # Three steps decide who takes turns, and the turns who is the fastest.
-    return min([arm for arm in fitting if arm.seconds] or fitting, key=lambda arm: arm.seconds_per_step, default=None)
+    return min(fitting, key=lambda arm: arm.seconds_per_step, default=None)
 
 
 def _judged(
@@ -152,9 +155,10 @@ def _judged(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return who is the fastest within a budget, and a row for each family, the fastest first."""
     frac = budget / baseline_peak
-    ours, peer = _best(arms, OURS, budget), _best(arms, set(families) - set(OURS), budget)
+    turned = [arm for arm in arms if arm.seconds]
+    ours, peer = _best(turned, OURS, budget), _best(turned, set(families) - set(OURS), budget)
     fastest = min([arm for arm in (ours, peer) if arm is not None], key=lambda arm: arm.seconds_per_step, default=None)
-    found = {family: _best(arms, {family}, budget) for family in families}
+    found = {family: _best(turned, {family}, budget) for family in families}
     rows = [
         {
             "family": family,
