@@ -85,12 +85,12 @@ def bench_peers(reference: str, runs: Path, settings: PeerBenchSettings, reporte
             arm.survey()
             return arm
 
-        first, *others = peer_candidates(profile.space, settings.peers)
+        first, *others = asked = peer_candidates(profile.space, settings.peers)
+        families = [*dict.fromkeys(name for one in asked for name in one.families), *OURS]
         baseline = survey(first)
         peak = require_baseline(baseline, job)
         budgets = [budget.resolve(peak) for budget in settings.budgets]
         others += own_candidates(profile, budgets)
-        families = list(dict.fromkeys([*(name for one in (first, *others) for name in sorted(one.families)), *OURS]))
         arms, kept = [baseline], [baseline]
         reporter.stage("try every setting", len(others))
         for number, candidate in enumerate(others, 1):
