@@ -44,6 +44,7 @@ def test_a_shell_completes_jobs_methods_devices_and_the_last_of_several_arms() -
     assert completion.jobs("charlm_l") == ["charlm_long"]
     assert completion.methods("opt") == ["optuna", "optuna-prices"]
     assert completion.arms("baseline,pap") == ["baseline,paper"]
+    assert completion.arms("baseline,k") == ["baseline,k-optimal"]
     assert completion.devices("h2") == ["h200"]
 
 

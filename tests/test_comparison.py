@@ -16,7 +16,11 @@ from rich.console import Console
 import autotune
 from autotune.agents.policy import StaticPolicy
 from autotune.campaign.comparison import GATE, _within_reach, find_horizon, pilot
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import InputError
+from autotune.plan import Plan
 from autotune.records.protocol import Arm, Protocol, RunRecord
 from autotune.records.verdicts import gated, judge
 from autotune.report.campaign_run import read_campaign
@@ -213,6 +217,38 @@ def test_the_horizon_of_a_job_that_never_arrives_is_its_own_length() -> None:
 def test_a_job_that_has_arrived_before_training_has_a_horizon_all_the_same() -> None:
     job = tiny_job.already_met()
     assert 0 < find_horizon(job) <= job.total_samples
+
+
+def test_a_run_reaches_its_target_only_once_its_gradient_is_within_the_limit() -> None:
+    job, samples = tiny_job.make(evaluate_every=5, target=2.5, max_steps=80), 80 * tiny_job.BATCH
+    free = pilot(job, samples)
+    assert free.reached
+    # The gradient shrinks after this job has reached its target.
+    limit = 0.75 * free.gradient_norm
+    held = pilot(job, samples, gradient_norm=limit)
+    assert held.reached
+    assert held.gradient_norm <= limit
+    assert held.samples > free.samples
+    assert not pilot(job, samples, gradient_norm=1e-6).reached
+    with pytest.raises(
+        InputError, match=r"never with a gradient norm of at most 1e-06: it ends with \d.* larger --gra"
+    ):
+        find_horizon(job, needs_target=True, gradient_norm=1e-6)
+
+
+def test_the_arm_of_equation_9_trains_the_k_with_the_most_samples_per_second_and_byte(tmp_path: Path) -> None:
+    job = tiny_job.make(batching="adaptive", accumulation_choices=(1, 2, 4))
+    document = autotune.compare(job, ["k-optimal"], seeds=2, steps=60, gradient_norm=1e3, runs_dir=tmp_path)
+    assert document["gradient_norm"] == 1e3
+    run = Path(document["run"])
+    profile = Profile.from_json(json.loads((run / "profile.json").read_text()))
+    plan = Plan.from_json(next(arm["plan"] for arm in document["arms"] if arm["name"] == "k-optimal"))
+    plans = [profile.space.baseline().changed(accumulation_steps=k) for k in (1, 2, 4)]
+    assert plan in plans
+    density = [p.accumulation_steps / seconds_per_step(profile, p) / peak_bytes(profile, p) for p in plans]
+    assert density[plans.index(plan)] == max(density)
+    assert json.loads((run / "plan-k-optimal.json").read_text())["accumulation_steps"] == plan.accumulation_steps
+    assert json.loads((run / "config.json").read_text())["asked"]["gradient_norm"] == 1e3
 
 
 def test_a_protocol_has_one_hash_and_any_change_another() -> None:

@@ -22,6 +22,7 @@ from autotune.records.requests import Cluster, CompareOptions, Ranks, TuneReques
 
 OPTIONS: dict[str, Any] = {
     "memory_budget": "75%",
+    "gradient_norm": 2.5,
     "steps": 80,
     "trials": 7,
     "seed": 3,
@@ -89,7 +90,8 @@ def test_command_line_and_keyword_arguments_make_the_same_request(
 
     monkeypatch.setattr(f"autotune.commands.{where}", keep)
     monkeypatch.setattr(f"autotune.commands.{where.rpartition('.')[2]}", keep)
-    given = ["--memory-budget", "75%", "--steps", "80", "--trials", "7", "--seed", "3", "--full", "--watts", "65.5"]
+    given = ["--memory-budget", "75%", "--gradient-norm", "2.5", "--steps", "80", "--trials", "7", "--seed", "3"]
+    given += ["--full", "--watts", "65.5"]
     assert run([command, "digits", *given, *more, "--runs-dir", str(tmp_path)]) == 2
     with pytest.raises(InputError, match="seen"):
         by_keywords(tmp_path)
@@ -113,6 +115,16 @@ def test_contradicting_options_are_rejected(changes: dict[str, Any], said: str, 
     trusted = TrustedInputs(jobs=[job], cluster="local:2" if request.cluster else None)
     with pytest.raises(InputError, match=said):
         prepare(request, trusted, tmp_path, Silent())
+
+
+@pytest.mark.parametrize("request_", [TUNE, COMPARE], ids=["tune", "compare"])
+def test_resumed_campaign_keeps_the_limit_on_the_gradient(request_: Any, tmp_path: Path) -> None:
+    recorded = {**asdict(request_), "ranks": None, "cluster": None, "storage": None}
+    read = validated(type(request_), json.loads(json.dumps(recorded)), where="config.json")
+    objective = prepare(
+        read, TrustedInputs(jobs=["digits"], carbon_intensity="300"), tmp_path, Silent()
+    ).settings.objective
+    assert objective.gradient_norm == OPTIONS["gradient_norm"]
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,12 @@ def test_real_job_is_tuned_within_its_memory_budget(tmp_path: Path) -> None:
     assert peak == pytest.approx(measured["peak_bytes"], rel=0.02)
 
 
+@pytest.mark.parametrize("method", ["random", "exact"])
+def test_no_plan_is_answered_whose_gradient_is_above_the_limit(method: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"smallest gradient norm is [\d.]+, above 0\.001 \(allowed: a larger"):
+        autotune.tune(tiny_job.job(), method, steps=50, gradient_norm=1e-3, runs_dir=tmp_path)
+
+
 _TUNE = "import sys, autotune; autotune.tune(sys.argv[1], 'optuna', steps=100000, runs_dir=sys.argv[2])"
 
 

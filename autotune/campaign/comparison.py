@@ -19,6 +19,7 @@ from typing import Any
 
 from autotune.agents.policy import Policy, StaticPolicy
 from autotune.cost_model.carbon import Intensity
+from autotune.cost_model.paper_equations import Constraints
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError
 from autotune.gym.observation import Observation
@@ -55,6 +56,7 @@ def find_horizon(
     seed: int = 0,
     on_pilot: Callable[[int, float], None] | None = None,
     needs_target: bool = False,
+    gradient_norm: float | None = None,
 ) -> int:
     """Return the number of samples in every compared run: about 1.25 times as many as the baseline needs.
 
@@ -67,6 +69,7 @@ def find_horizon(
         seed: random seed for the pilots.
         on_pilot: called with the number of the pilot and its progress, from 0 to 1.
         needs_target: whether a job whose first pilot misses its target is refused.
+        gradient_norm: as in the protocol.
 
     Returns:
         Samples, a multiple of the evaluation interval; the job's own length if it has no target. If the first pilot
@@ -82,7 +85,8 @@ def find_horizon(
     arrivals: dict[int, float] = {}
     longest_missed = 0
     for number in range(_PILOTS):
-        record = pilot(job, length, seed=seed, on_step=_share_of(on_pilot, number, length))
+        on_step = _share_of(on_pilot, number, length)
+        record = pilot(job, length, seed=seed, on_step=on_step, gradient_norm=gradient_norm)
         if record.reached:
             arrivals[length] = record.samples / length
             if _ARRIVAL[0] <= arrivals[length] <= _ARRIVAL[1]:
@@ -90,7 +94,7 @@ def find_horizon(
             wanted = HORIZON * record.samples
         elif not arrivals:
             if needs_target:
-                raise _out_of_reach(job, record)
+                raise _out_of_reach(job, record, gradient_norm)
             return length
         else:
             longest_missed = max(longest_missed, length)
@@ -101,13 +105,20 @@ def find_horizon(
     return min(arrivals)
 
 
-def _out_of_reach(job: Job, record: RunRecord) -> InputError:
+def _out_of_reach(job: Job, record: RunRecord, gradient_norm: float | None) -> InputError:
     """Return the error for a job whose baseline misses its target, with the target that it would have reached."""
     if record.failure is not None:
         return InputError(
             f"the baseline ends with {record.failure} after {record.steps} steps",
             where=f"job {job.name!r}",
             allowed="a baseline that trains to its end",
+        )
+    if gradient_norm is not None and any(job.arrived(metric) for _, samples, metric in record.curve if samples):
+        ends = "" if record.gradient_norm is None else f": it ends with {record.gradient_norm:.4g}"
+        return InputError(
+            f"the baseline reaches its target, but never with a gradient norm of at most {gradient_norm:g}{ends}",
+            where=f"job {job.name!r}",
+            allowed="a larger --gradient-norm, or more max_steps",
         )
     best = min if job.goal == "min" else max
     trained = [(samples, metric) for _, samples, metric in record.curve if samples]
@@ -132,14 +143,28 @@ def _within_reach(metric: float, goal: str) -> str:
     return f"{float(decimal.Context(prec=4, rounding=rounding).create_decimal(repr(metric))):g}"
 
 
-def pilot(job: Job, samples: int, *, seed: int = 0, on_step: Callable[[int], None] | None = None) -> RunRecord:
+def pilot(
+    job: Job,
+    samples: int,
+    *,
+    seed: int = 0,
+    on_step: Callable[[int], None] | None = None,
+    gradient_norm: float | None = None,
+) -> RunRecord:
     """Train the baseline until it reaches the target, with a schedule for the given number of samples."""
     options = EngineOptions(total_samples=samples, meter_memory=False)
     engine = TorchEngine(job, seed=seed, options=options)
     policy = StaticPolicy("baseline", engine.space.baseline())
-    record = _Run(job=job, policy=policy, engine=engine, seed=seed, samples=samples, on_step=on_step).record(
-        stop_at_target=True
+    run = _Run(
+        job=job,
+        policy=policy,
+        engine=engine,
+        seed=seed,
+        samples=samples,
+        on_step=on_step,
+        gradient_norm=gradient_norm,
     )
+    record = run.record(stop_at_target=True)
     engine.close()
     return record
 
@@ -232,6 +257,7 @@ def _run_arm(
         budget_bytes=protocol.memory_budget_bytes,
         dips=protocol.dips,
         on_step=on_step,
+        gradient_norm=protocol.gradient_norm,
     )
     record = run.record(stop_at_target=False)
     engine.close()
@@ -250,6 +276,7 @@ class _Run:
     budget_bytes: int | None = None
     dips: Dips | None = None
     on_step: Callable[[int], None] | None = None
+    gradient_norm: float | None = None
     _record: RunRecord = field(init=False)
     _windows: int = field(init=False, default=0)
     # Whether the last metric was not finite.
@@ -303,10 +330,18 @@ class _Run:
         if record.failure is None and self._diverged:
             record.failure = str(Failure.NON_FINITE)
         record.final_metric = record.curve[-1][2] if record.curve and record.failure is None else None
-        if self.job.target is None and record.final_metric is not None:
+        if self.job.target is None and record.final_metric is not None and self._norm_met:
             # Without a target, a run ends with its last sample.
             record.reached, record.time_to_target_s = True, record.curve[-1][0]
         return record
+
+    @property
+    def _norm_met(self) -> bool:
+        """Return whether the last window's gradient norm is within the limit; an unknown one is not."""
+        norm = self._record.gradient_norm
+        return Constraints(gradient_norm=self.gradient_norm).met(
+            loss=0.0, memory=0.0, gradient_norm=math.nan if norm is None else norm
+        )
 
     def _goes_on(self) -> bool:
         """Return whether the run has not ended: at its steps if these are the job's own length, else at its samples."""
@@ -365,6 +400,8 @@ class _Run:
         record = self._record
         self._trained_s += window.total_s
         self._waits.append((window.total_s, window.waited_frac))
+        norm = math.nan if window.gradient is None else window.gradient.norm
+        record.gradient_norm = norm if math.isfinite(norm) else None
         self._step_s.extend(window.step_s)
         if window.samples_per_step is not None:
             self._samples_per_step.append(window.samples_per_step)
@@ -387,7 +424,7 @@ class _Run:
             # A perplexity may be infinite before training; at the end of a run, it is a failure.
             return
         record.curve.append((self._trained_s, samples, metric))
-        if not record.reached and self.job.arrived(metric):
+        if not record.reached and self.job.arrived(metric) and self._norm_met:
             record.reached = True
             record.time_to_target_s = self._trained_s
         if self.on_step is not None:
@@ -454,6 +491,7 @@ def _document(
         "memory_budget_bytes": protocol.memory_budget_bytes,
         "dips": None if protocol.dips is None else asdict(protocol.dips),
         "baseline": arms[0].name,
+        **({} if protocol.gradient_norm is None else {"gradient_norm": protocol.gradient_norm}),
         "metric": {"goal": job.goal, "target": job.target, "margin": protocol.margin},
         "horizon_samples": protocol.horizon_samples,
         "protocol_sha256": protocol.digest,

@@ -116,6 +116,7 @@ def _run_arms(
         memory_budget_bytes=references.memory_budget_bytes,
         dips=campaign.dips,
         watts=campaign.request.watts,
+        gradient_norm=campaign.settings.objective.gradient_norm,
     )
     reporter.stage(f"compare {len(arms)} arms on {len(seeds)} seeds", len(arms) * len(seeds))
     finished: set[tuple[str, int]] = set()
@@ -146,6 +147,7 @@ def _horizon(campaign: Campaign) -> int:
             campaign.job,
             on_pilot=lambda number, share: campaign.reporter.advance(share, f"pilot {number + 1}"),
             needs_target=True,
+            gradient_norm=campaign.settings.objective.gradient_norm,
         )
 
     return int(campaign.journal.once({"horizon": campaign.job.name}, find, Count))

@@ -319,10 +319,20 @@ class _Tuning:
             if self._is_feasible(plan, measurement):
                 return plan, measurement, cost
         raise InputError(
-            f"none of the planner's plans fits: {measurement.failure_detail or self._shown_peak(measurement)}",
+            f"none of the planner's plans fits: "
+            f"{measurement.failure_detail or self._shown_norm() or self._shown_peak(measurement)}",
             where=f"method {self.method}",
-            allowed="a current profile of the job: autotune profile --fresh",
+            allowed="a larger --gradient-norm"
+            if self._shown_norm()
+            else "a current profile of the job: autotune profile --fresh",
         )
+
+    def _shown_norm(self) -> str:
+        """Return the smallest measured gradient norm in words, if it is above the limit; empty otherwise."""
+        limit = self.settings.objective.gradient_norm
+        windows = [trial.measurement for trial in self.trials]
+        least = min((window.gradient.norm for window in windows if window.gradient is not None), default=0.0)
+        return "" if limit is None or least <= limit else f"the smallest gradient norm is {least:.4g}, above {limit:g}"
 
     def _shown_peak(self, measurement: Measurement) -> str:
         budget = self.references.memory_budget_bytes
@@ -344,10 +354,11 @@ class _Tuning:
             if self._is_feasible(plan, window) and (cost := self._cost(plan, window)) < math.inf
         }
         if not fitting:
+            norm = self._shown_norm()
             raise InputError(
-                "no measured plan is feasible",
+                f"no measured plan is feasible{norm and f': {norm}'}",
                 where=f"method {self.method}",
-                allowed="more --steps",
+                allowed="a larger --gradient-norm" if norm else "more --steps",
             )
         finalists = sorted(fitting, key=fitting.__getitem__)[:FINALISTS]
         if favourite is not None and favourite not in finalists:

@@ -110,7 +110,8 @@ def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Repo
             where="isolate",
         )
     require_watts(request.watts)
-    objective = Objective() if request.weights is None else Objective(weights=Weights.parse(request.weights))
+    weights = Weights() if request.weights is None else Weights.parse(request.weights)
+    objective = Objective(weights=weights, gradient_norm=request.gradient_norm)
     budget = None if request.memory_budget is None else MemoryBudget.parse(request.memory_budget)
     storage = trusted.database(request.storage)
     settings = TuningSettings(

@@ -10,6 +10,7 @@ from autotune.cli import completion
 from autotune.cli import console as shared
 from autotune.cli.console import (
     BudgetOption,
+    GradientNormOption,
     JsonOption,
     LeanOption,
     ReportToOption,
@@ -44,6 +45,7 @@ def command(
         int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give only an indication.")
     ] = 10,
     memory_budget: BudgetOption = None,
+    gradient_norm: GradientNormOption = None,
     dips: Annotated[
         str | None,
         typer.Option("--dips", help="EVERY:SHARE, as in 5:70%: in every 5th window the budget shrinks to 70%."),
@@ -73,6 +75,7 @@ def command(
     options = CompareOptions(
         seeds=seeds,
         memory_budget=memory_budget,
+        gradient_norm=gradient_norm,
         dips=dips,
         steps=steps,
         trials=trials,

@@ -80,6 +80,13 @@ WattsOption = Annotated[
         "--watts", max=MOST_WATTS, help="Power of the device in watts, to estimate energy where it cannot be measured."
     ),
 ]
+GradientNormOption = Annotated[
+    float | None,
+    typer.Option(
+        "--gradient-norm",
+        help="Largest norm of the gradient, before clipping, that a plan or the end of a run may have.",
+    ),
+]
 SeedsOption = Annotated[
     int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give only an indication.")
 ]

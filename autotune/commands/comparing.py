@@ -25,6 +25,7 @@ def compare(
     *,
     seeds: int = 10,
     memory_budget: str | int | None = None,
+    gradient_norm: float | None = None,
     steps: int = 120,
     trials: int | None = None,
     seed: int = 0,
@@ -44,6 +45,8 @@ def compare(
         arms: rules, methods, plan files or policy folders.
         seeds: number of paired seeds; with fewer than six, the result is only an indication.
         memory_budget: as for :func:`tune`.
+        gradient_norm: as for :func:`tune`, for each search; in compared runs, the target is reached only once the
+            gradient's norm is within the limit, too.
         steps: as for :func:`tune`, for each search.
         trials: as for :func:`tune`, for each search.
         seed: random seed for the searches and for the tuning engine.
@@ -67,6 +70,7 @@ def compare(
     options = CompareOptions(
         seeds=seeds,
         memory_budget=MemoryBudget.text_of(memory_budget),
+        gradient_norm=gradient_norm,
         steps=steps,
         trials=trials,
         seed=seed,

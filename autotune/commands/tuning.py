@@ -26,6 +26,7 @@ def tune(
     method: str = "ppo",
     *,
     memory_budget: str | int | None = None,
+    gradient_norm: float | None = None,
     steps: int = 120,
     trials: int | None = None,
     seed: int = 0,
@@ -48,6 +49,8 @@ def tune(
             ``ppo-scratch``.
         memory_budget: bytes, a size (``20GiB``) or a share of the FP32 baseline's peak (``75%``); ``None`` for no
             budget.
+        gradient_norm: largest norm of the gradient, before clipping, that a plan may have in its window; ``None`` for
+            no limit.
         steps: number of real optimizer steps that may be spent.
         trials: number of plans that may be measured; ``None`` for as many as the steps allow.
         seed: random seed for the search and for the engine.
@@ -77,6 +80,7 @@ def tune(
         job=reference_of(job),
         method=method,
         memory_budget=MemoryBudget.text_of(memory_budget),
+        gradient_norm=gradient_norm,
         steps=steps,
         trials=trials,
         seed=seed,

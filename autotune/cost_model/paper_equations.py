@@ -56,6 +56,8 @@ class Weights:
 class Constraints:
     """The three constraints of eq. 3; ``None`` disables one.
 
+    On the command line, they are the job's ``target``, ``--memory-budget`` and ``--gradient-norm``.
+
     Attributes:
         target_loss: upper bound of L(theta*).
         memory_budget: upper bound of M.

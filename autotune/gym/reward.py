@@ -26,11 +26,18 @@ class Objective:
 
     Attributes:
         weights: w1, w2, w3 of eq. 3.
-        gradient_norm: the largest gradient norm allowed; ``None`` for no limit.
+        gradient_norm: the largest gradient norm allowed, before clipping; ``None`` for no limit.
+
+    Raises:
+        InputError: if the gradient norm is not a number above 0.
     """
 
     weights: Weights = field(default_factory=Weights)
     gradient_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.gradient_norm is not None and not 0 < self.gradient_norm < math.inf:
+            raise InputError(f"is {self.gradient_norm!r}", where="--gradient-norm", allowed="a number above 0")
 
     def check(self, reference: Measurement) -> None:
         """Reject an objective that needs an unmeasured quantity.
@@ -68,7 +75,7 @@ class Objective:
         window = observation.window
         if window.failure is not None or window.throughput is None or not window.within_budget:
             return False
-        norm = 0.0 if window.gradient is None else window.gradient.norm
+        norm = math.nan if window.gradient is None else window.gradient.norm
         limits = Constraints(memory_budget=observation.memory_budget_bytes, gradient_norm=self.gradient_norm)
         return limits.met(loss=window.loss or 0.0, memory=window.peak_bytes or 0, gradient_norm=norm)
 

@@ -97,6 +97,7 @@ class Protocol:
         dips: dips of the budget; ``None`` for a constant budget. With dips, a window that runs out of memory is
             repeated under the leanest plan, and the time of both counts.
         watts: power in watts, to estimate energy where it cannot be measured; ``None`` makes no estimate.
+        gradient_norm: largest gradient norm with which a run reaches the target; ``None`` for no limit.
         margin: largest relative loss of the final metric that counts as non-inferior.
         confidence: confidence level of every interval.
     """
@@ -108,6 +109,7 @@ class Protocol:
     memory_budget_bytes: int | None
     dips: Dips | None = None
     watts: float | None = None
+    gradient_norm: float | None = None
     margin: float = 0.005
     confidence: float = 0.95
 
@@ -127,6 +129,8 @@ class RunRecord:
     steps: int = 0
     samples: int = 0
     final_metric: float | None = None
+    # Norm of the gradient, before clipping, at the last sampled step of the last window; None if unknown.
+    gradient_norm: float | None = None
     throughput: float | None = None
     peak_bytes: int | None = None
     within_budget: bool = True

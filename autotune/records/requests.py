@@ -18,7 +18,7 @@ from annotated_types import Interval, Len
 from autotune.engines.ray_cluster import ClusterOptions
 from autotune.engines.registry import RankOptions
 from autotune.io.addresses import without_secrets
-from autotune.io.documents import Count, NotNegative, Seed, document
+from autotune.io.documents import Count, NotNegative, Positive, Seed, document
 from autotune.job import Job
 from autotune.records.protocol import paired_seeds
 
@@ -75,11 +75,13 @@ class SearchOptions:
     """Options of every search; see :func:`autotune.tune` for what they mean.
 
     Attributes:
+        gradient_norm: largest gradient norm allowed (eq. 3); ``None`` for no limit.
         storage: address of the database that keeps Optuna's studies, without its password.
         report_to: name of the experiment tracker; ``None`` for that in ``AUTOTUNE_REPORT_TO``, or ``mlflow``.
     """
 
     memory_budget: Text | None = None
+    gradient_norm: Positive | None = None
     steps: Count = 120
     trials: Count | None = None
     seed: Seed = 0

@@ -267,6 +267,7 @@ class Run:
     steps: Count
     samples: Count
     final_metric: Quantity | None
+    gradient_norm: NotNegative | None = None
     throughput: NotNegative | None
     peak_bytes: Bytes | None
     within_budget: bool
@@ -373,6 +374,7 @@ class Comparison:
     memory_budget_bytes: Bytes | None
     dips: _Dips | None = None
     baseline: Name
+    gradient_norm: Positive | None = None
     metric: _Metric
     horizon_samples: Count
     protocol_sha256: Text

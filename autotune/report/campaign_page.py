@@ -121,7 +121,18 @@ def _commands(run: CampaignRun) -> list[str]:
     return commands
 
 
-_VALUED = ("memory_budget", "dips", "steps", "trials", "storage", "seed", "weights", "watts", "carbon_intensity")
+_VALUED = (
+    "memory_budget",
+    "gradient_norm",
+    "dips",
+    "steps",
+    "trials",
+    "storage",
+    "seed",
+    "weights",
+    "watts",
+    "carbon_intensity",
+)
 
 
 def _command_of(run: CampaignRun) -> str:
