@@ -14,6 +14,7 @@ from autotune.paper.rows import Table, TableRow
 from autotune.paper.table_comparisons import (
     Campaign,
     fp32_notes,
+    missed,
     number_of,
     summarised,
     tf32_arms,
@@ -29,6 +30,8 @@ BASELINE, ACCUMULATION, PRECISION, SCHEDULE, CHECKPOINTS = (
     "+ schedule",
     "+ checkpoints",
 )
+# Runs are lengthened, at most to this multiple of what the baseline needs, until every configuration arrives.
+LONGEST = 4
 COMPONENTS = (BASELINE, ACCUMULATION, PRECISION, SCHEDULE, CHECKPOINTS)
 
 
@@ -62,7 +65,7 @@ def ablation(experiment: Experiment, campaign: Campaign) -> Table:
     """
     first, *others = component_arms(experiment, campaign.space(experiment.job))
     extra = tf32_arms(experiment)
-    document = campaign.race(experiment, [first, *extra, *others], None)
+    document = campaign.race(experiment, [first, *extra, *others], None, longest=LONGEST)
     # The paper has an ablation only of its convolution network.
     printed = TABLE_3 if experiment.architecture == CONVOLUTION else [None] * len(COMPONENTS)
     lines = [*zip(COMPONENTS, printed, strict=True), *((arm.name, None) for arm in extra)]
@@ -72,6 +75,9 @@ def ablation(experiment: Experiment, campaign: Campaign) -> Table:
 
 def _rows(name: str, line: AblationRow | None, document: dict[str, Any], experiment: Experiment) -> Iterator[TableRow]:
     found, first = summarised(document, name), summarised(document, BASELINE)
+    capped = (
+        f", in runs of {document['horizon_samples']} samples, the longest tried" if name in missed(document) else ""
+    )
     metrics = ((TIME, "min"), (MEMORY, "GB"), (QUALITY, experiment.quality_unit))
     for (metric, unit), paper, paper_base in zip(metrics, _printed(line), _printed(TABLE_3[0]), strict=True):
         yield TableRow(
@@ -83,8 +89,19 @@ def _rows(name: str, line: AblationRow | None, document: dict[str, Any], experim
             paper=paper,
             paper_base=None if name == BASELINE else paper_base,
             source="" if line is None else f"{line.source}, {line.name}",
-            problem=found.problem,
+            problem=found.problem + capped,
         )
+
+
+def _length_note(document: dict[str, Any]) -> str:
+    """Return how long the runs are, and whether that is the cap."""
+    late = missed(document)
+    length = f"all runs have {document['horizon_samples']} samples"
+    if not late:
+        return f"{length}: runs were lengthened until every configuration reached the target on every seed"
+    return (
+        f"{length}, {LONGEST} times what the baseline needs, which is the cap: {', '.join(late)} did not always arrive"
+    )
 
 
 def _printed(line: AblationRow | None) -> tuple[float | None, float | None, float | None]:
@@ -92,7 +109,7 @@ def _printed(line: AblationRow | None) -> tuple[float | None, float | None, floa
 
 
 def _notes(experiment: Experiment, document: dict[str, Any]) -> list[str]:
-    notes = [*fp32_notes(document), *verdict_notes(document)]
+    notes = [*fp32_notes(document), *verdict_notes(document), _length_note(document)]
     if experiment.job.batching == "adaptive":
         notes.append(
             "k = 4 takes four batches a step here (a network with BatchNorm has a different gradient if a batch is "

@@ -35,6 +35,8 @@ from autotune.records.verdicts import samples_to_target
 
 # Random seeds for pilot runs; no compared run uses them.
 _PILOT_SEEDS = (0, 1, 2)
+# Number of seeds of a comparison that only tries a length of runs; no comparison has fewer.
+_FEWEST_SEEDS = 2
 # Name of the baseline that computes fp32 in TF32.
 TF32 = "baseline+tf32"
 _SECONDS = {"min": 60.0, "hr": 3600.0}
@@ -80,7 +82,13 @@ class Campaign:
             return engine.space
 
     def race(
-        self, experiment: Experiment, arms: Sequence[Arm], budget_bytes: int | None, *, kept: str = "comparison"
+        self,
+        experiment: Experiment,
+        arms: Sequence[Arm],
+        budget_bytes: int | None,
+        *,
+        kept: str = "comparison",
+        longest: int = 1,
     ) -> dict[str, Any]:
         """Run arms on every seed, the baseline first, and return the content of ``comparison.json``.
 
@@ -89,16 +97,39 @@ class Campaign:
             arms: the arms.
             budget_bytes: memory budget that runs are judged by; ``None`` for no budget.
             kept: prefix of the comparison's file name.
+            longest: largest multiple of that length to which all runs are lengthened while an arm misses the target.
         """
+        length = self._horizon(experiment)
+        cap = longest * length
+        # The first seeds alone tell cheaply which lengths are too short.
+        for seeds in dict.fromkeys((self.seeds[: _FEWEST_SEEDS if longest > 1 else None], self.seeds)):
+            document = self._raced(experiment, arms, budget_bytes, seeds, length)
+            while missed(document) and length < cap:
+                length = min(2 * length, cap)
+                document = self._raced(experiment, arms, budget_bytes, seeds, length)
+        self.run.write(f"{kept}-{experiment.constant.name}.json", document)
+        return document
+
+    def _raced(
+        self,
+        experiment: Experiment,
+        arms: Sequence[Arm],
+        budget_bytes: int | None,
+        seeds: tuple[int, ...],
+        samples: int,
+    ) -> dict[str, Any]:
+        """Run arms on some seeds for a number of samples, and return the content of ``comparison.json``."""
         job, reporter = experiment.constant, self.reporter
         protocol = Protocol(
             job=job.name,
             arms=tuple(arm.name for arm in arms),
-            seeds=self.seeds,
-            horizon_samples=self._horizon(experiment),
+            seeds=seeds,
+            horizon_samples=samples,
             memory_budget_bytes=budget_bytes,
         )
-        reporter.stage(f"{job.name}: {len(arms)} arms on {len(self.seeds)} seeds", len(arms) * len(self.seeds))
+        reporter.stage(
+            f"{job.name}: {len(arms)} arms on {len(seeds)} seeds, {samples} samples each", len(arms) * len(seeds)
+        )
         finished: set[tuple[str, int]] = set()
 
         def on_progress(arm: str, seed: int, share: float) -> None:
@@ -106,7 +137,7 @@ class Campaign:
                 finished.add((arm, seed))
             reporter.advance(len(finished) + (share if share < 1 else 0), f"{arm}, seed {seed}")
 
-        document = comparison.compare(
+        return comparison.compare(
             job,
             arms,
             protocol,
@@ -114,8 +145,6 @@ class Campaign:
             journal=self.journal,
             on_progress=on_progress,
         )
-        self.run.write(f"{kept}-{job.name}.json", document)
-        return document
 
     def _horizon(self, experiment: Experiment) -> int:
         """Return the samples of every run, enough for the baseline with and without a learning-rate schedule.
@@ -167,6 +196,15 @@ def tf32_arms(experiment: Experiment) -> list[Arm]:
 def fp32_notes(document: Mapping[str, Any]) -> list[str]:
     """Return a note on how the baseline of ``comparison.json`` computes fp32, where the document says so."""
     return [f"baseline: products in {arithmetic_shown(document['fp32'])}"] if "fp32" in document else []
+
+
+def missed(document: Mapping[str, Any]) -> list[str]:
+    """Return the arms of ``comparison.json`` with a run that ended without the target, though it did not fail."""
+    return [
+        arm["name"]
+        for arm in document["arms"]
+        if any(not run["reached"] and run["failure"] is None for run in arm["runs"])
+    ]
 
 
 def verdict_notes(document: Mapping[str, Any]) -> list[str]:
