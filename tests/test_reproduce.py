@@ -7,12 +7,14 @@ import math
 import re
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import public_folders
 import pytest
 import tiny_job
+import torch
 
 import autotune
 from autotune.catalog import load_job
@@ -21,18 +23,23 @@ from autotune.cost_model.paper_equations import cycles_to_double, efficiency_aft
 from autotune.cost_model.time_model import seconds_by_operation, summed_seconds
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError, JobError
+from autotune.io.progress import Silent
 from autotune.optimizers import KINDS
 from autotune.paper import experiments as experiments_module
 from autotune.paper import paper_numbers as paper
-from autotune.paper.error_analysis import early_share, gain_shares
+from autotune.paper.error_analysis import early_share, gain_shares, kind_gains
 from autotune.paper.experiments import CONVOLUTION, SCALES, TRANSFORMER, Experiment
 from autotune.paper.rows import TableRow, over
-from autotune.paper.table_3_ablation import COMPONENTS, component_arms, component_plans
-from autotune.paper.table_comparisons import baseline_arm, paper_arm, samples_needed, summarised
+from autotune.paper.table_3_ablation import COMPONENTS, _length_note, component_arms, component_plans
+from autotune.paper.table_comparisons import Campaign, baseline_arm, missed, paper_arm, samples_needed, summarised
 from autotune.paper.tables_1_2_efficiency import tuned_arm
 from autotune.plan import Precision, Storage
+from autotune.profiling.operator_times import COMPUTE, MEMORY
 from autotune.profiling.profiler import ProfilerOptions
 from autotune.profiling.profiler import profile as lean_profile
+from autotune.records.journal import Journal
+from autotune.records.protocol import paired_seeds
+from autotune.records.run_directory import RunDirectory
 from autotune.simulator.random_jobs import draw_job
 
 
@@ -129,6 +136,21 @@ def test_shares_of_operations_add_up_and_costs_are_negative():
     shares = gain_shares({"forward": 4.0, "backward": 8.0, "x": 1.0}, {"forward": 2.0, "backward": 4.0, "x": 2.0})
     assert shares == pytest.approx({"forward": 0.4, "backward": 0.8, "x": -0.2})
     assert gain_shares({"forward": 1.0}, {"forward": 1.0}) is None
+
+
+def cell(kind: str, bound: str, seconds: float) -> dict:
+    return {"kind": kind, "bound": bound, "measured_s": seconds, "predicted_s": 0.0, "calls": 1.0}
+
+
+def test_gains_of_operators_are_by_the_bound_that_their_kind_has_in_the_baseline():
+    baseline = [cell("matrix products", COMPUTE, 7.0), cell("matrix products", MEMORY, 1.0)]
+    baseline += [cell("copies and conversions", MEMORY, 4.0)]
+    # In 16 bits, the same products are memory-bound; a step of the paper has two batches.
+    paper = [cell("matrix products", MEMORY, 4.0), cell("copies and conversions", MEMORY, 4.0)]
+    found = kind_gains({"baseline": baseline, "paper": paper}, 2)
+    assert found["kinds"]["matrix products"] == pytest.approx(6 / 8)
+    assert found["bounds"] == pytest.approx({COMPUTE: 6 / 8, MEMORY: 2 / 8})
+    assert kind_gains({"baseline": paper, "paper": baseline}, 1) is None
 
 
 def test_seconds_by_operation_add_up_to_the_step():
@@ -246,6 +268,30 @@ def test_ablation_contains_every_arm_and_prints_its_table(
     assert all(row["ours"] > 0 for row in stages)
 
 
+@pytest.mark.parametrize(("rate", "arrives"), [(3e-3, True), (1e-7, False)])
+def test_runs_are_lengthened_until_every_arm_arrives_or_to_the_cap(
+    rate: float, arrives: bool, tiny: None, tmp_path: Path
+):
+    task = experiments_module.SCALES["cpu"][TRANSFORMER]
+    slow = replace(task.constant, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate))
+    arms = [baseline_arm(task), replace(baseline_arm(task), name="slow", job=slow)]
+
+    def raced(longest: int) -> dict:
+        request = RunDirectory.create(tmp_path, "reproduce", f"table{longest}", {})
+        with request as run:
+            campaign = Campaign(run=run, journal=Journal(), seeds=paired_seeds(2), reporter=Silent())
+            return campaign.race(task, arms, None, longest=longest)
+
+    once, longer = raced(1), raced(4)
+    assert missed(once) == ["slow"]
+    assert missed(longer) == ([] if arrives else ["slow"])
+    ratio = longer["horizon_samples"] / once["horizon_samples"]
+    assert ratio in (2, 4) if arrives else ratio == 4
+    assert ("every seed" in _length_note(longer)) == arrives
+    assert ("the cap: slow did not always arrive" in _length_note(longer)) != arrives
+    assert [run["samples"] >= longer["horizon_samples"] for arm in longer["arms"] for run in arm["runs"]] == [True] * 4
+
+
 def test_interrupted_reproduction_resumes_from_its_journal(tiny: None, tmp_path: Path):
     document = autotune.reproduce("table1", scale="cpu", seeds=2, runs_dir=tmp_path)
     folder = Path(document["run"])
@@ -333,6 +379,10 @@ def test_error_analysis_has_phases_operations_and_architectures(tiny: None, tmp_
         net = rows["net speed-up (21)"]["ours"]
         gain, overhead = (rows[f"{name} (21)"]["ours"] for name in ("throughput gain", "recomputation overhead"))
         assert net == pytest.approx(net_speedup(gain, overhead))
-        assert rows["memory-bound phases"]["ours"] is None
-        assert rows["memory-bound phases"]["note"]
+        bounds = [rows[f"{bound}-bound operators"]["ours"] for bound in ("memory", "compute")]
+        kinds = [row["ours"] for name, row in rows.items() if name.startswith("operators: ")]
+        if None not in bounds:
+            assert sum(bounds) == pytest.approx(100)
+            assert sum(kinds) == pytest.approx(100)
+        assert rows["memory-bound operators"]["paper"] == 22
     assert any("T_cycle, undefined" in note for note in document["notes"])

@@ -428,6 +428,25 @@ def profile(
     return _Measured("profile", document, lines(document))
 
 
+@_bench
+def operations(
+    run: _Run,
+    jobs: Annotated[str, typer.Option("--jobs", help="Jobs, separated by commas.")] = "charlm,digits,digits_deep",
+    count: Annotated[
+        int,
+        typer.Option("--runs", min=2, max=10_000, help="Runs under random plans in all; the paper analysed 150."),
+    ] = 24,
+    seed: SeedOption = 0,
+) -> _Measured:
+    """Split the errors of predictions by kind of operation, and by whether memory or computing bounds it."""
+    from autotune.bench.bench_operations import bench_operations, lines
+    from autotune.catalog import load_job
+
+    found = [load_job(name) for name in jobs.split(",")]
+    document = bench_operations(found, runs=count, runs_dir=run.runs, seed=seed, reporter=run.bars)
+    return _Measured("operations", document, lines(document))
+
+
 @app.command("all")
 def every(runs_dir: RunsOption = shared.RUNS) -> None:
     """Run all benchmarks that need no run of another command, one after another, with their defaults."""

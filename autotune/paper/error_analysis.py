@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
 from typing import Any
 
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.time_model import seconds_by_operation, seconds_per_step
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.job import Job
+from autotune.mechanics.devices import device_kind
 from autotune.paper import paper_numbers as paper
 from autotune.paper.experiments import TRANSFORMER, Experiment
 from autotune.paper.rows import Table, TableRow, over
@@ -24,7 +30,11 @@ from autotune.paper.table_3_ablation import (
 )
 from autotune.paper.table_4_ranks import measure
 from autotune.paper.table_comparisons import Campaign, summarised
+from autotune.profiling.job_shape import fixed_shape
+from autotune.profiling.operator_times import COMPUTE, KINDS, MEMORY, Rates, operator_times
 
+_Operators = dict[str, list[dict[str, Any]]]
+_WARM_UP = 3
 # Number of ranks whose communication is added to the operations of one process.
 _RANKS = 2
 
@@ -43,6 +53,9 @@ def error_analysis(experiments: Sequence[Experiment], campaign: Campaign) -> Tab
         document = ablation(experiment, campaign).facts["comparison"]
         ranks = measure(experiment, campaign, (_RANKS,))
         found = _found(document, profile, ranks)
+        measure_operators = functools.partial(_operators, experiment.job, profile)
+        operators = campaign.journal.once({"operators": experiment.job.name}, measure_operators, _Operators)
+        found["operators"], found["gain_by_kind"] = operators, kind_gains(operators, _batches(profile))
         rows += [*_impact(experiment, found), *_architecture(experiment, document)]
         rows += outlook(experiment, document, found["recomputation_overhead"])
         facts[experiment.architecture] = {"job": experiment.reference, "comparison": document, **found}
@@ -53,8 +66,7 @@ def error_analysis(experiments: Sequence[Experiment], campaign: Campaign) -> Tab
 def _found(document: Mapping[str, Any], profile: Profile, ranks: Mapping[str, Any]) -> dict[str, Any]:
     plans = component_plans(profile.space)
     before, after = (seconds_by_operation(profile, plans[name]) for name in (BASELINE, CHECKPOINTS))
-    # Seconds are compared per sample, since under adaptive batching a step with a larger k has more samples.
-    scale = 1 if profile.space.k_splits else plans[CHECKPOINTS].accumulation_steps
+    scale = _batches(profile)
     before["communication"] = ranks[f"baseline-{_RANKS}"]["communication_s"]
     after["communication"] = ranks[f"paper-{_RANKS}"]["communication_s"]
     after = {name: seconds / scale for name, seconds in after.items()}
@@ -67,6 +79,56 @@ def _found(document: Mapping[str, Any], profile: Profile, ranks: Mapping[str, An
         "communication_percent": shares,
         "recomputation_overhead": seconds_per_step(profile, plans[CHECKPOINTS]) / whole - 1,
     }
+
+
+def _batches(profile: Profile) -> int:
+    """Return the batches in a step of the paper's method: times are compared per sample."""
+    space = profile.space
+    return 1 if space.k_splits else component_plans(space)[CHECKPOINTS].accumulation_steps
+
+
+def _operators(job: Job, profile: Profile) -> dict[str, list[dict[str, Any]]]:
+    """Measure the operators of a step, before and after all components of the paper's method were added."""
+    rates = Rates.measured(profile.precisions, device_kind())
+    plans = component_plans(profile.space)
+    options = EngineOptions(statistics_every=None, meter_memory=False)
+    found = {}
+    with closing(TorchEngine(fixed_shape(job), seed=0, options=options)) as engine:
+        for name, plan in (("baseline", plans[BASELINE]), ("paper", plans[CHECKPOINTS])):
+            engine.apply(plan)
+            engine.run(_WARM_UP)
+            found[name] = [asdict(one) for one in operator_times(engine, rates)]
+    return found
+
+
+def kind_gains(
+    operators: Mapping[str, Sequence[Mapping[str, Any]]], batches: int
+) -> dict[str, dict[str, float]] | None:
+    """Return the share of each kind of operators, and of each bound, in the operators' seconds saved.
+
+    A kind has the bound of most of its time in the baseline, since lower precision and smaller pieces change the bound
+    of one and the same operation.
+
+    Args:
+        operators: measured operators of ``baseline`` and ``paper``, as ``OperatorTime`` has them.
+        batches: batches in a step of ``paper``.
+
+    Returns:
+        Shares by kind and by bound, each adding up to 1; ``None`` if no time is saved.
+    """
+    seconds = {name: dict.fromkeys(KINDS, 0.0) for name in operators}
+    memory = dict.fromkeys(KINDS, 0.0)
+    for name, cells in operators.items():
+        for cell in cells:
+            seconds[name][cell["kind"]] += cell["measured_s"] / (batches if name == "paper" else 1)
+            if name == "baseline" and cell["bound"] == MEMORY:
+                memory[cell["kind"]] += cell["measured_s"]
+    before = seconds["baseline"]
+    gains = gain_shares(before, seconds["paper"])
+    if gains is None:
+        return None
+    bound = sum(share for kind, share in gains.items() if memory[kind] >= before[kind] / 2)
+    return {"kinds": gains, "bounds": {COMPUTE: 1 - bound, MEMORY: bound}}
 
 
 def gain_shares(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float] | None:
@@ -130,6 +192,7 @@ def _impact(experiment: Experiment, found: Mapping[str, Any]) -> list[TableRow]:
     """Return the rows on the sources of gains, and on the share of communication."""
     name, gains, early = experiment.architecture, found["gain_by_operation"] or {}, found["early_share"]
     none_saved = "no time is saved to divide"
+    by_kind = found["gain_by_kind"] or {"kinds": {}, "bounds": {}}
 
     def row(metric: str, figure: paper.PaperFigure | None, ours: float | None, problem: str = none_saved) -> TableRow:
         percent = None if ours is None else 100 * ours
@@ -153,12 +216,9 @@ def _impact(experiment: Experiment, found: Mapping[str, Any]) -> list[TableRow]:
         row("backward", paper.BACKWARD, gains.get("backward")),
         row("optimizer", None, gains.get("optimizer")),
         row("communication", paper.COMMUNICATION, gains.get("communication")),
-        row(
-            "memory-bound phases",
-            paper.MEMORY_BOUND,
-            None,
-            "units are whole blocks: their layers are not distinguished",
-        ),
+        row("memory-bound operators", paper.MEMORY_BOUND, by_kind["bounds"].get(MEMORY)),
+        row("compute-bound operators", None, by_kind["bounds"].get(COMPUTE)),
+        *(row(f"operators: {kind}", None, share) for kind, share in by_kind["kinds"].items() if share),
         *communication,
     ]
 
@@ -205,5 +265,9 @@ def _notes(runs: int) -> list[str]:
         f"operations: seconds saved per batch in the measured parts of the units and in the communication of {_RANKS} "
         "ranks; the four shares add up to 100 %, and a negative share costs time. The paper's four shares are of "
         "different kinds (one phase, three operations) and also add up to 100 %; it does not say how it separates them",
+        "memory-bound and compute-bound operators, and kinds of operators: seconds saved per batch in real steps, by "
+        "torch's profiler; each of the two lists adds up to 100 %. A kind is memory-bound if most of its time in the "
+        "baseline is in operators with fewer operations per byte than the machine's measured rate of products over "
+        "its measured bandwidth",
         "mixed precision and checkpoints: each compared with the previous configuration, in throughput and peak memory",
     ]

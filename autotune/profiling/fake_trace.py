@@ -161,15 +161,7 @@ class FakeTracer(StepTracer):
             self.seconds[self.watch.place] = self.seconds.get(self.watch.place, 0.0) + seconds
 
     def _seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        moved = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-        formats = [leaf.dtype for leaf in leaves if leaf.is_floating_point()]
-        return self._operator_time(
-            _operations(func, args, kwargs, result),
-            moved,
-            formats[0] if formats else torch.int64,
-            "convolution" in str(func._overloadpacket),
-        )
+        return self._operator_time(*work_of(func, args, kwargs, result), "convolution" in str(func._overloadpacket))
 
     def _see_storage(self, storage: Any) -> None:
         address = storage._cdata
@@ -193,6 +185,14 @@ class FakeTracer(StepTracer):
     def _address(self, tensor: torch.Tensor) -> int:
         address: int = tensor.untyped_storage()._cdata
         return address
+
+
+def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, float, torch.dtype]:
+    """Return an operator's floating-point operations, the bytes that it reads and writes, and its data type."""
+    leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+    moved = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    formats = [leaf.dtype for leaf in leaves if leaf.is_floating_point()]
+    return _operations(func, args, kwargs, result), moved, formats[0] if formats else torch.int64
 
 
 def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> float:

@@ -1,0 +1,199 @@
+"""Times of a real step's operators, measured by torch's profiler, beside those that a roofline predicts for them.
+
+An operator is memory-bound if its operations per byte (arithmetic intensity) are below the machine's balance: its
+measured rate of matrix products over its measured memory bandwidth.
+
+Source: the roofline model (Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autotune.engines.torch_engine import TorchEngine
+from autotune.errors import EngineError
+from autotune.mechanics import devices
+from autotune.mechanics.precision import DTYPES
+from autotune.plan import Precision
+from autotune.profiling.fake_trace import work_of
+from autotune.profiling.flops import matmul_peak
+
+COMPUTE, MEMORY = "compute-bound", "memory-bound"
+UPDATE, OTHER = "optimizer update", "pointwise and reductions"
+# Parts of operators' names by kind; the first kind with a part that occurs in a name is the operator's.
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "attention": ("scaled_dot_product", "_attention"),
+    "convolutions": ("convolution",),
+    "matrix products": (".mm", "addmm", "bmm", ".mv", "addmv", ".dot"),
+    "recurrent layers": ("rnn", "lstm", "gru"),
+    "normalisation and softmax": ("layer_norm", "batch_norm", "group_norm", "rms_norm", "softmax"),
+    "embedding and indexing": ("embedding", "index", "gather", "scatter", "nll_loss"),
+    "copies and conversions": ("copy", "clone", ".cat", "fill", "zero"),
+}
+KINDS = (*_KINDS, OTHER, UPDATE)
+_MARK = "autotune operator "
+_COPIED_BYTES, _REPETITIONS = 128 * 2**20, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """The measured rates of a machine.
+
+    Attributes:
+        operations: highest rate of a matrix product in floating-point operations per second, by precision.
+        bandwidth: bytes read and written per second by a copy that is larger than usual caches.
+    """
+
+    operations: Mapping[Precision, float]
+    bandwidth: float
+
+    @classmethod
+    def measured(cls, precisions: Sequence[Precision], device: str) -> Rates:
+        """Measure the rates of a device, with this process's threads if it is a CPU."""
+        names = dict.fromkeys((Precision.FP32, *(name for name in precisions if name in DTYPES)))
+        return cls(
+            operations={name: matmul_peak(DTYPES[name], device) for name in names}, bandwidth=_copy_bandwidth(device)
+        )
+
+    def seconds(self, operations: float, moved_bytes: float, dtype: torch.dtype) -> tuple[float, float]:
+        """Return the least seconds that an operator needs to compute, and those that it needs to move its bytes."""
+        rates = {DTYPES[name]: rate for name, rate in self.operations.items()}
+        return operations / rates.get(dtype, rates[torch.float32]), moved_bytes / self.bandwidth
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the rates as a JSON object, with the balance in operations per byte."""
+        return {
+            "operations_per_s": {str(name): rate for name, rate in self.operations.items()},
+            "bytes_per_s": self.bandwidth,
+            "balance": {str(name): rate / self.bandwidth for name, rate in self.operations.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTime:
+    """The operators of one kind and one bound in a step.
+
+    Attributes:
+        kind: one of ``KINDS``. All operators of the optimizer's update are one kind.
+        bound: ``compute-bound`` or ``memory-bound``.
+        calls: number of calls in a step.
+        measured_s: their measured seconds in a step.
+        predicted_s: seconds that the roofline predicts: for each call, the larger of computing and moving.
+    """
+
+    kind: str
+    bound: str
+    calls: float
+    measured_s: float
+    predicted_s: float
+
+
+def operator_times(engine: TorchEngine, rates: Rates, *, steps: int = 2) -> list[OperatorTime]:
+    """Train real steps under the engine's plan, and return the mean times of a step's operators by kind and bound.
+
+    Args:
+        engine: the engine; its plan has been warmed up.
+        rates: the rates of the engine's device.
+        steps: number of steps to train.
+
+    Raises:
+        EngineError: if a step fails, or torch's profiler cannot time the device.
+    """
+    activities = {"cpu": set[Any](), "cuda": {ProfilerActivity.CUDA}, "xpu": {ProfilerActivity.XPU}}
+    if engine.device.type not in activities:
+        raise EngineError(f"torch's profiler does not time operators on {engine.device.type}")
+    kinds = {ProfilerActivity.CPU} | activities[engine.device.type]
+    observed = _Observed(rates)
+    with profile(activities=kinds, acc_events=True) as profiler, observed.updates(), observed:
+        window = engine.run(steps)
+    if window.failure is not None:
+        raise EngineError(f"a profiled step failed: {window.failure} {window.failure_detail}")
+    on_device = devices.is_accelerator(engine.device)
+    sums: dict[tuple[str, str], list[float]] = {}
+    for event in profiler.events():
+        call = observed.calls[int(event.name.removeprefix(_MARK))] if event.name.startswith(_MARK) else None
+        if call is not None and event.device_type.name == "CPU":
+            kind, bound, predicted = call
+            total = sums.setdefault((kind, bound), [0.0, 0.0, 0.0])
+            measured = (event.device_time_total if on_device else event.cpu_time_total) / 1e6
+            total[:] = total[0] + 1, total[1] + measured, total[2] + predicted
+    return [
+        OperatorTime(
+            kind=kind, bound=bound, calls=calls / steps, measured_s=measured / steps, predicted_s=predicted / steps
+        )
+        for (kind, bound), (calls, measured, predicted) in sorted(sums.items())
+    ]
+
+
+def kind_of(operator: str) -> str:
+    """Return the kind of an operator that is not part of an update, from its name, as in ``aten.mm``."""
+    return next((kind for kind, parts in _KINDS.items() if any(part in operator for part in parts)), OTHER)
+
+
+class _Observed(TorchDispatchMode):
+    """A mode that marks every operator for the profiler, and notes its kind, bound and predicted seconds.
+
+    Attributes:
+        calls: of each operator in order; ``None`` for one that computes nothing, such as a view.
+    """
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rates = rates
+        self._updating = False
+        self.calls: list[tuple[str, str, float] | None] = []
+
+    @contextmanager
+    def updates(self) -> Iterator[None]:
+        """Tell the operators of optimizers from others while the body runs."""
+
+        def switch(updating: bool) -> Any:
+            return lambda *_: setattr(self, "_updating", updating)
+
+        with ExitStack() as hooks:
+            hooks.callback(register_optimizer_step_pre_hook(switch(True)).remove)
+            hooks.callback(register_optimizer_step_post_hook(switch(False)).remove)
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, number = kwargs or {}, len(self.calls)
+        self.calls.append(None)
+        with record_function(f"{_MARK}{number}"):
+            result = func(*args, **kwargs)
+        if not _is_view(func, args, kwargs, result):
+            computing, moving = self._rates.seconds(*work_of(func, args, kwargs, result))
+            kind = UPDATE if self._updating else kind_of(str(func._overloadpacket))
+            self.calls[number] = kind, COMPUTE if computing > moving else MEMORY, max(computing, moving)
+        return result
+
+
+def _is_view(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    """Return whether an operator only returns what it was given, or no tensor."""
+    if func._schema.is_mutable:
+        return False
+    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return all(leaf.untyped_storage()._cdata in given for leaf in made)
+
+
+def _copy_bandwidth(device: str) -> float:
+    """Return the highest measured rate of a copy in bytes read and written per second."""
+    source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(1 + _REPETITIONS):
+        devices.synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        devices.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return 2 * _COPIED_BYTES / min(seconds[1:])
