@@ -307,6 +307,35 @@ def solver(found: Document) -> Iterator[str]:
     yield ""
 
 
+def operations(found: Document) -> Iterator[str]:
+    """Yield the errors of predictions by kind of operation and by bound."""
+    kept = found["asked"] - found["failed"]
+    yield f"{kept} runs of random plans; {found['disturbed']} of them were disturbed by other programs. Errors of the"
+    yield "profile's seconds per step, by what bounds most of the operators' time:"
+    yield from table(
+        ["runs that are", "runs", "median", "90th percentile"],
+        (
+            (name, one["runs"], f"{one['error_median']:.1%}", f"{one['error_p90']:.1%}")
+            for name, one in found["step"].items()
+            if one["runs"]
+        ),
+    )
+    yield "Predicted over measured seconds of operators, by a roofline at the machine's measured rates:"
+    yield from table(
+        ["operators", "runs", "share of the time", "predicted over measured (10th to 90th percentile)"],
+        (
+            (
+                name,
+                one["runs"],
+                f"{one['time_frac']:.1%}",
+                interval(one["predicted_frac"], one["predicted_frac_p10_p90"]),
+            )
+            for part in ("bounds", "kinds")
+            for name, one in found[part].items()
+        ),
+    )
+
+
 KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
     "demo": ("The demo", comparison),
     "search": ("Steps until a search has found its plan", search),
@@ -316,6 +345,7 @@ KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
     "batching": ("Adaptive batching", batching),
     "reproduce": ("The paper's tables, on small jobs", reproduced),
     "peers": ("Techniques of other programs", peers),
+    "operations": ("Errors of predictions, by operation", operations),
     "gpu": ("On a GPU", gpu),
     "overhead": ("What measuring costs", overhead),
     "cluster": ("Several workers", cluster),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/<device>/.", no_args_is_help=True)
 # Benchmarks that need no run of another command. Those that need a library or a GPU are added if it is present.
-ALL = ("overhead", "profile", "solver", "simulator", "attach", "batching", "search", "peers")
+ALL = ("overhead", "profile", "solver", "simulator", "attach", "batching", "search", "peers", "operations")
 
 
 @app.callback()

@@ -38,7 +38,11 @@ HELP: dict[str, tuple[str, ...]] = {
         "autotune resume runs/RUN",
         "autotune resume runs/RUN --job mine.py:job",
     ),
-    "reproduce": ("Repeat one of the paper's tables.", "autotune reproduce table3 --scale cpu"),
+    "reproduce": (
+        "Repeat one of the paper's tables.",
+        "autotune reproduce table3 --scale cpu",
+        "autotune reproduce table1 --data /data",
+    ),
     "explain": (
         "Show why a plan chose what it chose.",
         "autotune explain runs/RUN --pareto",

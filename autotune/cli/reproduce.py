@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 
 def command(
-    table: Annotated[str, typer.Argument(help="table1, table2, table3, table4 or error-analysis.")],
+    table: Annotated[
+        str,
+        typer.Argument(
+            help="table1 (CIFAR-10), table2 (WikiText-2), table3 (one component after another, then single choices), "
+            "table4 (several ranks) or error-analysis (where the time saved comes from)."
+        ),
+    ],
     data: Annotated[
         Path | None,
         typer.Option("--data", callback=input_path, help="Folder with CIFAR-10 and WikiText-2, as published."),
@@ -30,7 +36,10 @@ def command(
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:
-    """Repeat one of the paper's tables, and show the paper's numbers, ours, and their ratios."""
+    """Repeat one of the paper's tables with real training runs; show the paper's numbers, ours, and their ratios.
+
+    An interrupted run is finished by autotune resume. table4, error-analysis and a part of table3 need DeepSpeed.
+    """
     from autotune import commands
 
     output = shared.console(as_json=as_json)
