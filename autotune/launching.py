@@ -1,4 +1,4 @@
-"""Launch choices of a run: another optimizer, compiled units, how fp32 is computed.
+"""Launch choices of a run: another optimizer, compiled units, how fp32 is computed, free knobs.
 
 They cannot change while a run trains, so no policy decides them. They are appended to the name of a job or an arm, and
 every plan found with them records them in ``launch``::
@@ -7,6 +7,7 @@ every plan found with them records them in ``launch``::
     charlm+lion=3e-4       the same with an explicit learning rate
     exact+compile          an arm of a comparison: the exact plan for the job with compiled units
     baseline+tf32          fp32 matrix products and convolutions in TF32; +fp32 for true fp32
+    charlm+fused+threads=2 free knobs, see autotune.knobs
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune import optimizers
+from autotune import knobs, optimizers
 from autotune.errors import InputError
 from autotune.job import Job
 from autotune.plan import FP32_CHOICES, Launch
@@ -64,7 +65,8 @@ def suffix(launch: Launch) -> str:
     """Format choices as the suffix of a name; the inverse of :func:`split`."""
     rate = "" if launch.learning_rate is None else f"={launch.learning_rate}"
     optimizer = "" if launch.optimizer is None else f"+{launch.optimizer}{rate}"
-    return optimizer + (f"+{COMPILE}" if launch.compile else "") + (f"+{launch.fp32}" if launch.fp32 else "")
+    choices = [COMPILE if launch.compile else None, launch.fp32, launch.knobs]
+    return optimizer + "".join(f"+{choice}" for choice in choices if choice)
 
 
 def canonical(name: str, *, where: str) -> str:
@@ -81,9 +83,9 @@ def launched(job: Job, launch: Launch) -> Job:
     """Return a job with launch choices instead of its own, and with their suffix in its name.
 
     Raises:
-        InputError: if the optimizer is unknown or its library is missing.
+        InputError: if the optimizer is unknown or its library is missing, or a knob cannot be used with the job.
     """
-    if not (launch.optimizer or launch.compile or launch.fp32):
+    if not suffix(launch):
         return job
     own, model, name = job.optimizer, job.model, launch.optimizer
     changed = replace(job, name=job.name + suffix(launch), launch=launch)
@@ -102,7 +104,29 @@ def launched(job: Job, launch: Launch) -> Job:
         changed = replace(changed, optimizer=optimizer)
     if launch.compile:
         changed = replace(changed, model=lambda: compiled(model(), job))
-    return changed
+    return knobs.turned(changed, launch.knobs) if launch.knobs else changed
+
+
+def with_knobs(job: Job, text: str, *, where: str) -> Job:
+    """Return a job with knobs in addition to its own launch choices, and with their suffix in its name.
+
+    Args:
+        job: the job, with or without launch choices.
+        text: free knobs and a choice of fp32, as in ``tf32+fused``.
+        where: the option or argument with the text, for errors.
+
+    Raises:
+        InputError: if a choice is unknown, contradicts those of the job, or cannot be used with it.
+    """
+    launch = job.launch
+    added = [choice for choice in text.split("+") if choice not in FP32_CHOICES]
+    for choice in text.split("+"):
+        launch = _chosen(launch, choice, where)
+    if replace(launch, knobs=None, fp32=None) != replace(job.launch, knobs=None, fp32=None):
+        raise InputError(f"{text:.80} is not a free knob", where=where, allowed=[*FP32_CHOICES, *knobs.KNOBS])
+    name = job.name.removesuffix(suffix(job.launch)) + suffix(launch)
+    changed = replace(job, name=name, launch=launch)
+    return knobs.turned(changed, "+".join(added)) if added else changed
 
 
 def compiled(model: nn.Module, job: Job) -> nn.Module:
@@ -139,12 +163,15 @@ def _chosen(launch: Launch, choice: str, where: str) -> Launch:
         return replace(launch, compile=True)
     if name in FP32_CHOICES and not rate and launch.fp32 is None:
         return replace(launch, fp32=name)
+    if name in knobs.KNOBS:
+        both = choice if launch.knobs is None else f"{launch.knobs}+{choice}"
+        return replace(launch, knobs=knobs.text_of(knobs.parsed(both, where=where)))
     known = {**optimizers.KINDS, **optimizers.REFUSED}
     if name in (COMPILE, *FP32_CHOICES) or (name in known and launch.optimizer is not None):
         fitting = f"one optimizer, compile once, and one of {', '.join(FP32_CHOICES)}"
         raise InputError(f"+{choice} is not allowed here", where=where, allowed=fitting)
     if name not in known:
-        allowed = [COMPILE, *FP32_CHOICES, *optimizers.KINDS, "NAME=LEARNING_RATE"]
+        allowed = [COMPILE, *FP32_CHOICES, *optimizers.KINDS, "NAME=LEARNING_RATE", *knobs.KNOBS]
         raise InputError(f"+{choice} is unknown", where=where, allowed=allowed)
     optimizers.require(name, where=where)
     return replace(launch, optimizer=name, learning_rate=_rate(rate, choice, where) if "=" in choice else None)

@@ -174,6 +174,32 @@ class _Batches:
             yield batch
 
 
+def loaded_with(
+    batches: Callable[[int], Iterator[Any]], *, workers: int | None = None, pinned: bool | None = None
+) -> Callable[[int], Iterator[Any]] | None:
+    """Return the same batches from a DataLoader with other options; ``None`` if they come from no DataLoader.
+
+    Args:
+        batches: the ``batches`` of a job.
+        workers: number of processes that prepare batches; ``None`` for the loader's own.
+        pinned: whether batches are put into pinned memory; ``None`` for the loader's own choice.
+    """
+    own = getattr(batches, "__self__", None)
+    loader = own._loader if isinstance(own, _Batches) else None
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return None
+    again = copy.copy(loader)
+    # A DataLoader refuses new values of some of these after its construction.
+    parts = vars(again)
+    parts["_iterator"] = None
+    if workers is not None:
+        parts["num_workers"] = workers
+        parts["prefetch_factor"] = loader.prefetch_factor or 2
+    if pinned is not None:
+        parts["pin_memory"] = pinned
+    return _Batches(again).of_seed
+
+
 def _reseeded(loader: Iterable[Any], seed: int) -> Iterable[Any]:
     """Return a loader over the same data whose own generators have a seed; the loader itself is not changed."""
     if not isinstance(loader, torch.utils.data.DataLoader):

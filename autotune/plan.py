@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from autotune import knobs
 from autotune.choices import DEFAULT_STORAGES, REDUCED_PRECISIONS, STORAGES, STORAGES_VARIABLE
 from autotune.choices import Precision as Precision
 from autotune.choices import Storage as Storage
@@ -52,6 +53,7 @@ _LAUNCH_CHOICES: Mapping[str, tuple[Callable[[Any], bool], str | Iterable[str]]]
     "learning_rate": (_is_rate, "a number above 0"),
     "compile": (lambda value: isinstance(value, bool), "true, false"),
     "fp32": (lambda value: isinstance(value, str) and value in FP32_CHOICES, FP32_CHOICES),
+    "knobs": (knobs.is_valid, f"some of {', '.join(knobs.KNOBS)} in this order, as in fused+threads=2"),
 }
 
 
@@ -65,6 +67,7 @@ class Launch:
         learning_rate: learning rate of that optimizer; ``None`` follows a rule of thumb.
         compile: whether units are compiled one by one.
         fp32: how products of fp32 numbers are computed, one of :data:`FP32_CHOICES`; ``None`` leaves torch's settings.
+        knobs: free knobs, as in ``fused+threads=2``; see :data:`autotune.knobs.KNOBS`.
     """
 
     __pydantic_config__ = STRICT
@@ -74,6 +77,7 @@ class Launch:
     learning_rate: float | None = None
     compile: bool | None = None
     fp32: str | None = None
+    knobs: str | None = None
 
     def __post_init__(self) -> None:
         for name, (holds, allowed) in _LAUNCH_CHOICES.items():

@@ -19,14 +19,16 @@ from autotune.errors import InputError, JobError
 from autotune.gym.reward import Objective
 from autotune.io.progress import Reporter
 from autotune.job import Job
+from autotune.launching import with_knobs
 from autotune.mechanics.devices import require_devices
 from autotune.mechanics.energy_meter import require_watts
 from autotune.mechanics.processor_wait import busy_frac
 from autotune.plan import Launch
 from autotune.records.journal import Journal
 from autotune.records.protocol import Dips
-from autotune.records.requests import CompareRequest, Request, reference_of
+from autotune.records.requests import CompareRequest, Request, TuneRequest, reference_of
 from autotune.records.run_directory import RunDirectory
+from autotune.records.run_documents import LaunchChoices
 from autotune.report_to import chosen
 
 
@@ -49,6 +51,7 @@ class Campaign:
         intensity: grams of CO2 per kWh, for compared runs; ``None`` if it was not given.
         journal: operations of the campaign so far.
         run: run directory of a resumed campaign; ``None`` for a new campaign.
+        knob_trials: what free knobs win, if they were measured for this campaign; ``None`` if not.
     """
 
     request: Request
@@ -64,6 +67,7 @@ class Campaign:
     intensity: Intensity | None = None
     journal: Journal = field(default_factory=Journal)
     run: RunDirectory | None = None
+    knob_trials: LaunchChoices | None = None
 
     @property
     def launch(self) -> Launch:
@@ -109,6 +113,8 @@ def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Repo
             f"expected a job's reference, got {type(job).__name__}: worker processes load the job by its reference",
             where="isolate",
         )
+    if isinstance(request, TuneRequest):
+        _require_knobs(request)
     require_watts(request.watts)
     weights = Weights() if request.weights is None else Weights.parse(request.weights)
     objective = Objective(weights=weights, gradient_norm=request.gradient_norm)
@@ -123,7 +129,7 @@ def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Repo
     )
     return Campaign(
         request=request,
-        job=load_job(job),
+        job=as_requested(load_job(job), request),
         reference=reference_of(job) if request.in_workers else None,
         runs=runs,
         reporter=reporter,
@@ -134,3 +140,26 @@ def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Repo
         dips=dips,
         intensity=intensity,
     )
+
+
+def as_requested(job: Job, request: Request) -> Job:
+    """Return a job with the free knobs that a tuning applies.
+
+    Raises:
+        InputError: if the recorded knobs are not valid.
+    """
+    choices = request.launch_choices if isinstance(request, TuneRequest) else None
+    return with_knobs(job, choices, where="launch_choices") if choices else job
+
+
+def _require_knobs(request: TuneRequest) -> None:
+    """Refuse to measure knobs where windows run in other processes, and their options without it."""
+    if request.tolerant and not request.knobs:
+        raise InputError("--tolerant requires --knobs")
+    if request.launch_choices is not None and not request.knobs:
+        raise InputError("launch_choices requires knobs")
+    if request.knobs and request.in_workers:
+        raise InputError(
+            "--knobs cannot be combined with --isolate, --ranks or --cluster: knobs are measured in this process",
+            allowed="autotune knobs JOB, and then its choices behind the name of the job",
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from autotune.agents.planner import close_plans
@@ -17,8 +17,9 @@ from autotune.campaign.job_profile import (
     profile_for,
     refuse_small_budget,
 )
+from autotune.campaign.knob_trials import KnobTrials
 from autotune.campaign.plan_search import TuningResult
-from autotune.campaign.setup import Campaign
+from autotune.campaign.setup import Campaign, as_requested
 from autotune.campaign.steps import (
     SearchInputs,
     begin_run,
@@ -32,10 +33,13 @@ from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal, solve, with_shadow_price
 from autotune.cost_model.time_model import seconds_per_step
-from autotune.errors import InputError
+from autotune.errors import InputError, RunDirectoryError
+from autotune.io.documents import validated
 from autotune.io.progress import Numbered
 from autotune.plan import Plan
-from autotune.records.run_directory import require_writable
+from autotune.records.requests import TuneRequest
+from autotune.records.run_directory import LAUNCH_CHOICES, RunDirectory, require_writable
+from autotune.records.run_documents import LaunchChoices
 from autotune.records.tracking import Tracker
 
 
@@ -48,6 +52,7 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
     found = find_method(method)
     _require_method(campaign, method, found)
     require_writable(campaign.runs)
+    campaign = _with_measured_knobs(campaign)
     refuse_small_budget(campaign)
     campaign = replace(campaign, reporter=Numbered(campaign.reporter, 2 + any_needs_profile([method])))
     known = profile_first(campaign, [method])
@@ -62,16 +67,40 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
                 with METHODS.errors_named(method):
                     plans(profile, references.memory_budget_bytes, Goal())
             run = opened.enter_context(begin_run(campaign, "tune", {"method": method}))
+            if campaign.knob_trials is not None:
+                run.write(LAUNCH_CHOICES, {"version": 1, **asdict(campaign.knob_trials)})
             keep_profile(campaign, run, profile)
             tracker = begin_tracking(campaign, run, f"tune {campaign.job.name} {method}")
             inputs = SearchInputs(engine=engine, references=references, profile=profile, run=run, tracker=tracker)
             result = search_plan(campaign, method, inputs)
-        document = {**_document(result, references, profile), "run": str(run.path)}
+        document = {**_document(result, references, profile), **_knobs_found(run), "run": str(run.path)}
         _log(document, tracker)
         tracker.artifact(run.write("plan.json", result.plan.to_json()))
         tracker.artifact(run.write("tuned.json", document))
         publish_run(run, tracker)
     return document
+
+
+def _with_measured_knobs(campaign: Campaign) -> Campaign:
+    """Measure free knobs if they were asked for, and apply the recommended ones to the job.
+
+    A resumed campaign has the knobs with which it began.
+    """
+    request = campaign.request
+    if not isinstance(request, TuneRequest) or not request.knobs or request.launch_choices is not None:
+        return campaign
+    found = KnobTrials(tolerant=request.tolerant, seed=request.seed, reporter=campaign.reporter).measure(campaign.job)
+    request = replace(request, launch_choices=found.recommended or "")
+    return replace(campaign, request=request, job=as_requested(campaign.job, request), knob_trials=found)
+
+
+def _knobs_found(run: RunDirectory) -> dict[str, Any]:
+    """Return ``launch_choices`` of ``tuned.json``; empty if no knobs were measured."""
+    if not run.has(LAUNCH_CHOICES):
+        return {}
+    found = run.read(LAUNCH_CHOICES)
+    where = str(run.path / LAUNCH_CHOICES)
+    return {"launch_choices": asdict(validated(LaunchChoices, found, where=where, version=1, error=RunDirectoryError))}
 
 
 def _log(document: Mapping[str, Any], tracker: Tracker) -> None:

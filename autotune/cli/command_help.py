@@ -22,6 +22,12 @@ HELP: dict[str, tuple[str, ...]] = {
         "autotune tune charlm --memory-budget 40%",
         "autotune tune mine.py:job --method optuna --memory-budget 8GB --steps 200",
         "autotune tune mine.py:job --isolate",
+        "autotune tune charlm --memory-budget 40% --knobs",
+    ),
+    "knobs": (
+        "Measure what free knobs win on a job.",
+        "autotune knobs charlm",
+        "autotune knobs mine.py:job --tolerant --json",
     ),
     "train": (
         "Train a policy by PPO.",

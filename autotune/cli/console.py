@@ -56,6 +56,9 @@ StorageOption = Annotated[
     str | None,
     typer.Option("--storage", help="A database for Optuna's studies: postgresql://user@host:port/database."),
 ]
+TolerantOption = Annotated[
+    bool, typer.Option("--tolerant", help="Also recommend knobs that round differently, not only bit-identical ones.")
+]
 ReportToOption = Annotated[
     str | None,
     typer.Option(

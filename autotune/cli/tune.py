@@ -25,6 +25,7 @@ from autotune.cli.console import (
     SeedOption,
     StepsOption,
     StorageOption,
+    TolerantOption,
     TrialsOption,
     WattsOption,
     WorkerCoresOption,
@@ -68,6 +69,11 @@ def command(
         typer.Option("--weights", help="Weights of time, memory and energy in the cost, as in 1,0,0.5."),
     ] = None,
     watts: WattsOption = None,
+    knobs: Annotated[
+        bool,
+        typer.Option("--knobs", help="First measure free knobs (fused optimizer, threads, ...); apply those that win."),
+    ] = False,
+    tolerant: TolerantOption = False,
     seed: SeedOption = 0,
     report_to: ReportToOption = None,
     runs_dir: RunsOption = shared.RUNS,
@@ -96,6 +102,8 @@ def command(
         weights=weights,
         watts=watts,
         report_to=report_to,
+        knobs=knobs,
+        tolerant=tolerant,
     )
     trusted = TrustedInputs(
         jobs=[job],
@@ -117,6 +125,7 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
         shared.print_json(document)
         return
     from autotune.plan import Plan
+    from autotune.report.knobs_section import knob_lines
     from autotune.report.terminal_tables import busy_words, cost_words
 
     job, weights, measured = request.job or "JOB", request.weights, document["measured"]
@@ -134,6 +143,8 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
     found = measured["peak_bytes"]
     known = found is not None and measured["baseline_peak_bytes"]
     share = f"{found / measured['baseline_peak_bytes']:.0%}" if known else "an unknown share"
+    for line in knob_lines(document.get("launch_choices")):
+        output.print(line, soft_wrap=True)
     compare = shlex.join(["autotune", "compare", job, "--arms", f"baseline,{document['run']}/plan.json"])
     output.print(
         f"{busy_words(measured)}{cost_words(measured['cost'], weights)}, with {share} of its memory{energy}; found in "

@@ -14,7 +14,7 @@ from typing import Any
 
 from autotune.campaign import comparison_campaign, tuning_campaign
 from autotune.campaign.arms import arm_names, require_distinct
-from autotune.campaign.setup import prepare
+from autotune.campaign.setup import as_requested, prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.catalog import load_job
 from autotune.choices import STORAGES_VARIABLE
@@ -154,7 +154,7 @@ def _resumed(path: Path, trusted: TrustedInputs, reporter: Reporter) -> dict[str
     found = RunDirectory.open(path)
     if found.has(result_name(found.config, str(path))):
         if isinstance(found.config, TuneConfig | CompareConfig):
-            _require_job_of(found, [load_job(given) for given in trusted.jobs])
+            _require_job_of(found, [as_requested(load_job(given), found.config.asked) for given in trusted.jobs])
         return result_of(found, found.config)
     trusted = replace(trusted, run=path)
     with RunDirectory.take_up(path) as run, _naming(path):

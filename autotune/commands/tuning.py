@@ -38,6 +38,8 @@ def tune(
     weights: str | None = None,
     watts: float | None = None,
     report_to: str | None = None,
+    knobs: bool = False,
+    tolerant: bool = False,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
@@ -67,6 +69,9 @@ def tune(
         watts: power of the device in watts, to estimate energy where it cannot be measured; ``None`` makes no estimate.
         report_to: experiment tracker: ``mlflow``, ``tensorboard``, ``wandb`` or ``none``; ``None`` for that in the
             variable ``AUTOTUNE_REPORT_TO``, or ``mlflow``.
+        knobs: whether free knobs (:data:`autotune.knobs.KNOBS`) are measured first; the recommended ones are applied to
+            every window of this run, the baseline's included.
+        tolerant: whether knobs may be recommended that round differently.
         runs_dir: folder in which the run directory is made.
         reporter: shows progress; ``None`` shows nothing.
 
@@ -92,6 +97,8 @@ def tune(
         weights=weights,
         watts=watts,
         report_to=report_to,
+        knobs=knobs,
+        tolerant=tolerant,
     )
     validated(TuneRequest, asdict(request), where="tune")
     trusted = TrustedInputs(

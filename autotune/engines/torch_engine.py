@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from autotune import knobs
 from autotune.engines.batch_stream import BatchStream
 from autotune.engines.engine import EngineBase
 from autotune.engines.job_checks import ask, build_model, build_optimizer, classify, inspect_job, raised
@@ -132,7 +133,9 @@ class TorchEngine(EngineBase):
         self.job = job
         self.options = options or EngineOptions()
         self.device = devices.resolved(device)
-        devices.require_fp32_choice(job.launch.fp32, self.device, where=f"job {job.name!r}")
+        where = f"job {job.name!r}"
+        devices.require_fp32_choice(job.launch.fp32, self.device, where=where)
+        knobs.require_device(job.launch.knobs, accelerated=devices.is_accelerator(self.device), where=where)
         if devices.is_accelerator(self.device):
             # Earlier models that reference cycles keep alive would count in the peaks of this one.
             devices.release(self.device)
@@ -214,7 +217,7 @@ class TorchEngine(EngineBase):
         """
         modes = {module: module.training for module in self.model.modules()}
         try:
-            with self._own_fp32(), randomness.isolated(), torch.no_grad(), controls.suspended(self.model):
+            with self._own_settings(), randomness.isolated(), torch.no_grad(), controls.suspended(self.model):
                 self.model.eval()
                 # On several ranks, what it raises may be due to another rank.
                 evaluate = functools.partial(self.job.evaluate, self.model)
@@ -446,16 +449,18 @@ class TorchEngine(EngineBase):
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
         """Run the body with this run's random state, and leave the caller's unchanged."""
-        with self._own_fp32(), randomness.isolated():
+        with self._own_settings(), randomness.isolated():
             randomness.restore(self._random)
             try:
                 yield
             finally:
                 self._random = randomness.capture()
 
-    def _own_fp32(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that computes fp32 as the job's launch choices say."""
-        return devices.fp32_computed_in(self.job.launch.fp32)
+    @contextlib.contextmanager
+    def _own_settings(self) -> Iterator[None]:
+        """Run the body with the settings of the process that the job's launch choices make."""
+        with devices.fp32_computed_in(self.job.launch.fp32), knobs.settings_of(self.job.launch.knobs):
+            yield
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a snapshot by name, without those of the optimizer."""

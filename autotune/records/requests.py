@@ -121,9 +121,16 @@ class TuneRequest(Request):
 
     Attributes:
         method: search method.
+        knobs: whether free knobs are measured first, and the recommended ones applied to every window.
+        tolerant: whether knobs may be recommended that round differently.
+        launch_choices: the knobs that are applied, as behind a job's name; empty for none, ``None`` if not yet
+            measured.
     """
 
     method: Name
+    knobs: bool = False
+    tolerant: bool = False
+    launch_choices: Text | None = None
 
 
 @document

@@ -39,6 +39,8 @@ _PACKAGES = (
 BEGUN_WITH = ("environment.json", "config.json")
 # The job's profile at the start of the run.
 PROFILE = "profile.json"
+# What free knobs win on the job, if the run measured them.
+LAUNCH_CHOICES = "launch_choices.json"
 # Size limit of files to which a record is appended at every window, trial or step.
 LARGEST_LOG_BYTES = 2**30
 

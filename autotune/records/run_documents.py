@@ -469,6 +469,62 @@ class Reproduction:
 
 
 @document
+class LaunchTrial:
+    """What a launch choice, or several together, win on a job: ratios to the job as it is.
+
+    Attributes:
+        choice: the choice, as behind a job's name.
+        exact: whether it promises bit-identical training, and training was bit-identical.
+        time_ratio: median ratio of the times of two steps side by side; ``None`` if it cannot be used.
+        time_ratio_ci95: the interval of that median.
+        peak_ratio: ratio of the peaks; ``None`` where memory cannot be metered.
+        difference: largest relative difference of losses and weights after the steps.
+        reason: why it cannot be used here; ``None`` if it can.
+    """
+
+    choice: Name
+    exact: bool = False
+    time_ratio: Ratio | None = None
+    time_ratio_ci95: _Ratios | None = None
+    peak_ratio: NotNegative | None = None
+    difference: NotNegative | None = None
+    reason: Text | None = None
+
+    def __post_init__(self) -> None:
+        _require_interval(self.time_ratio, self.time_ratio_ci95)
+
+    @property
+    def is_faster(self) -> bool:
+        """Return whether the whole interval of the time ratio lies below 1."""
+        return self.time_ratio_ci95 is not None and self.time_ratio_ci95[1] < 1
+
+
+@document
+class LaunchChoices:
+    """``launch_choices.json``: what free knobs win on a job.
+
+    Attributes:
+        job: name of the job.
+        steps: steps after which losses and weights were compared.
+        pairs: most pairs of timed steps of a trial; one that is slower beyond doubt ends earlier.
+        tolerant: whether choices that round differently could be recommended.
+        repeat_difference: largest relative difference of losses and weights of two trainings of the job as it is.
+        trials: trials of single choices.
+        recommended: the recommended choices, as behind a job's name; ``None`` for none.
+        together: the trial of all choices that were faster alone; ``None`` for none.
+    """
+
+    job: Name
+    steps: Count
+    pairs: Count
+    tolerant: bool
+    repeat_difference: NotNegative
+    trials: Annotated[list[LaunchTrial], Len(1, 1_000)]
+    recommended: Name | None
+    together: LaunchTrial | None
+
+
+@document
 class _Predicted:
     seconds_per_step: Quantity
     peak_bytes: Quantity
@@ -500,6 +556,7 @@ class Tuned:
     tuning_s: Seconds
     tuning_steps: Count
     run: Text
+    launch_choices: LaunchChoices | None = None
 
 
 @document

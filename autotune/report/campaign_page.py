@@ -146,8 +146,8 @@ def _command_of(run: CampaignRun) -> str:
     for key in _VALUED:
         if getattr(asked, key, None) is not None:
             parts += [f"--{key.replace('_', '-')}", str(getattr(asked, key))]
-    if not asked.lean:
-        parts.append("--full")
+    switches = {"--full": not asked.lean, **{f"--{key}": getattr(asked, key, False) for key in ("knobs", "tolerant")}}
+    parts += [switch for switch, given in switches.items() if given]
     if asked.ranks is not None:
         ranks = asked.ranks
         parts += ["--engine", ranks.engine, "--ranks", str(ranks.count), "--zero-stage", str(ranks.zero_stage)]

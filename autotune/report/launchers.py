@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from autotune import knobs
 from autotune.choices import DEFAULT_STORAGES
 from autotune.engines.deepspeed_config import STAGES
 from autotune.plan import Plan, Precision
@@ -142,6 +143,8 @@ def own_launch(plan: Plan) -> str:
     chosen = plan.launch.to_json()
     if stage := chosen.pop("zero_stage", 0):
         chosen["zero_stage"] = f"{stage} (autotune export --to deepspeed does)"
+    if text := chosen.get("knobs"):
+        chosen["knobs"] = f"{text} ({knobs.code_of(text)})"
     return ", ".join(f"{name} {value}" for name, value in chosen.items())
 
 

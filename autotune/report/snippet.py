@@ -10,6 +10,7 @@ import pprint
 import textwrap
 from dataclasses import replace
 
+from autotune import knobs
 from autotune.cost_model.learning_rate import batch_factor
 from autotune.errors import InputError
 from autotune.job import Job
@@ -89,9 +90,10 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
         updated=_block(2, _updated(plan, job)),
         ended=_block(2, ["scheduled.advance()", ""]) if job.scheduler is not None else "",
     )
-    # The arithmetic of fp32 is a setting of the process, so the script cannot get it from the job.
-    alone = replace(job.launch, fp32=None)
-    own = Launch(fp32=plan.launch.fp32) if replace(plan.launch, zero_stage=None, fp32=None) == alone else plan.launch
+    # The arithmetic of fp32 and some knobs are settings of the process, so the script cannot get them from the job.
+    alone, asked = (replace(one, zero_stage=None, fp32=None) for one in (job.launch, plan.launch))
+    settings = knobs.of_process(plan.launch.knobs)
+    own = Launch(fp32=plan.launch.fp32, knobs=settings) if asked == alone else plan.launch
     held = own_launch(plan.changed(launch=own))
     return Export(files={FILE: script}, command=f"python {FILE}", notes=(f"not included: {held}",) if held else ())
 

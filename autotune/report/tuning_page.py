@@ -14,6 +14,7 @@ from autotune.report.campaign_page import NO_ENERGY, CampaignPage, budget_of, pr
 from autotune.report.campaign_plots import cost_plot, search_plot
 from autotune.report.campaign_run import CampaignRun
 from autotune.report.costs import energy_of
+from autotune.report.knobs_section import knob_table
 from autotune.report.pareto import Cost, Front, measured_finals, measured_trial
 from autotune.report.plan_section import plan_figure, plan_view
 from autotune.report.plot import Plot
@@ -56,6 +57,7 @@ def tuning_page(run: CampaignRun, front: Front | None, intensity: Intensity | No
         good=fits and measured["cost"] < 1,
         cards=_cards(run),
         plan=plan_view(run, method, plan),
+        knobs=knob_table(run.document["launch_choices"]) if run.document.get("launch_choices") else None,
         finalists=_finalists(named, budget),
         pictures=pictures,
         prediction=_predictions(run, named),

@@ -1,0 +1,314 @@
+"""Free knobs: launch choices that need no plan, such as a fused optimizer or another number of threads.
+
+They are written like the other launch choices, behind the name of a job (``charlm+fused+threads=2``), and plans record
+them in ``launch.knobs`` in the same notation. A knob changes a part of the job, or a setting of the process that is in
+force while an engine runs. What a knob gains is measured by :mod:`autotune.campaign.knob_trials`, never assumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from autotune.errors import InputError
+
+if TYPE_CHECKING:
+    # Plans record knobs and are read without torch.
+    import torch
+    from torch import nn
+
+    from autotune.job import Job
+
+_BACKENDS = {
+    "math": "MATH",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+}
+_ON_ACCELERATORS = ("efficient", "cudnn")
+
+
+def _no_candidates() -> tuple[str, ...]:
+    return ("",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """A free knob.
+
+    Attributes:
+        exact: whether it promises training that is bit-identical to the job as it is; trials also measure that.
+        group: knobs of one group exclude each other.
+        code: how a script sets it; ``{value}`` is its value.
+        values: regular expression of its values; empty for a knob without one.
+        allowed: the same in words.
+        candidates: returns the values that are worth a trial on this machine.
+        of_job: returns a job with the knob; ``None`` for a setting of the process.
+        of_process: returns the context in which the process has the setting; ``None`` for a change of the job.
+        needs_accelerator: whether a value can be used only where the job trains on an accelerator.
+    """
+
+    exact: bool
+    group: str
+    code: str
+    values: str = ""
+    allowed: str = "without a value"
+    candidates: Callable[[], Iterable[str]] = _no_candidates
+    of_job: Callable[[Job, str], Job] | None = None
+    of_process: Callable[[str], AbstractContextManager[Any]] | None = None
+    needs_accelerator: Callable[[str], bool] = lambda _: False
+
+
+def parsed(text: str, *, where: str) -> dict[str, str]:
+    """Return the value of each knob in a text such as ``fused+threads=2``, in the order of :data:`KNOBS`.
+
+    Raises:
+        InputError: if a knob is unknown, has a wrong value, or excludes another one.
+    """
+    found: dict[str, str] = {}
+    groups: set[str] = set()
+    for choice in text.split("+"):
+        name, equals, value = choice.partition("=")
+        knob = KNOBS.get(name)
+        if knob is None:
+            raise InputError(f"+{choice:.80} is unknown", where=where, allowed=KNOBS, given=name)
+        if bool(equals) != bool(knob.values) or not re.fullmatch(knob.values, value):
+            raise InputError(f"+{choice:.80} has no valid value", where=where, allowed=f"+{name} {knob.allowed}")
+        if knob.group in groups:
+            other = [one for one, entry in KNOBS.items() if entry.group == knob.group]
+            raise InputError(f"+{choice} is not allowed here", where=where, allowed=f"one of {', '.join(other)}")
+        groups.add(knob.group)
+        found[name] = value
+    return {name: found[name] for name in KNOBS if name in found}
+
+
+def text_of(found: dict[str, str]) -> str:
+    """Return knobs as text; the inverse of :func:`parsed`."""
+    return "+".join(f"{name}={value}" if value else name for name, value in found.items())
+
+
+def is_valid(text: object) -> bool:
+    """Return whether a value of a plan file is a canonical text of knobs."""
+    try:
+        return isinstance(text, str) and text_of(parsed(text, where="plan")) == text
+    except InputError:
+        return False
+
+
+def turned(job: Job, text: str) -> Job:
+    """Return a job with the knobs that change a part of it; its name and launch choices stay.
+
+    The optimizer and the model are changed when they are built, and an error is raised then.
+
+    Raises:
+        InputError: if a knob cannot be used with this job.
+    """
+    for name, value in parsed(text, where=f"job {job.name!r}").items():
+        change = KNOBS[name].of_job
+        job = job if change is None else change(job, value)
+    return job
+
+
+def require_device(text: str | None, *, accelerated: bool, where: str) -> None:
+    """Refuse knobs that need an accelerator where the job trains on none.
+
+    Raises:
+        InputError: naming the first such knob.
+    """
+    for name, value in parsed(text, where=where).items() if text and not accelerated else ():
+        if KNOBS[name].needs_accelerator(value):
+            shown = text_of({name: value})
+            raise InputError(
+                "the job does not train on an accelerator", where=f"{where}, +{shown}", allowed="a job that does"
+            )
+
+
+@contextmanager
+def settings_of(text: str | None) -> Iterator[None]:
+    """Run the body with the settings of the process that knobs choose, and put the former ones back."""
+    with contextlib.ExitStack() as entered:
+        for name, value in parsed(text, where="knobs").items() if text else ():
+            context = KNOBS[name].of_process
+            if context is not None:
+                entered.enter_context(context(value))
+        yield
+
+
+def of_process(text: str | None) -> str | None:
+    """Return those of several knobs that are settings of the process; ``None`` if there are none."""
+    found = parsed(text, where="knobs") if text else {}
+    return text_of({name: value for name, value in found.items() if KNOBS[name].of_process is not None}) or None
+
+
+def code_of(text: str) -> str:
+    """Return how a script sets knobs."""
+    found = parsed(text, where="knobs").items()
+    return "; ".join(KNOBS[name].code.format(value=value) for name, value in found)
+
+
+def candidates() -> list[str]:
+    """Return every knob with each value that is worth a trial on this machine."""
+    return [text_of({name: value}) for name, knob in KNOBS.items() for value in knob.candidates()]
+
+
+def _with_flag(flag: str) -> Callable[[Job, str], Job]:
+    """Return the change that makes the optimizer of a job ``fused`` or ``foreach``."""
+
+    def change(job: Job, _value: str) -> Job:
+        def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            built = job.optimizer(parameters)
+            if not type(built).__module__.startswith("torch.optim.") or flag not in built.defaults:
+                raise InputError(
+                    f"{type(built).__name__} has no {flag} step",
+                    where=f"job {job.name!r}, +{flag}",
+                    allowed=f"an optimizer of torch.optim that takes {flag}=",
+                )
+            chosen: dict[str, Any] = {one: one == flag for one in ("fused", "foreach") if one in built.defaults}
+            for options in (built.defaults, *built.param_groups):
+                options.update(chosen)
+            if built.state:
+                # Puts counters where this kind of step expects them.
+                built.load_state_dict(built.state_dict())
+            return built
+
+        return replace(job, optimizer=optimizer)
+
+    return change
+
+
+def _channels_last(job: Job, _value: str) -> Job:
+    def model() -> nn.Module:
+        import torch
+
+        built = job.model()
+        dims = {tensor.dim() for tensor in (*built.parameters(), *built.buffers())}
+        flat = torch.nn.Conv2d | torch.nn.ConvTranspose2d
+        if 5 in dims or not any(isinstance(module, flat) for module in built.modules()):
+            raise InputError(
+                "the model has no convolutions over two dimensions, or some over three",
+                where=f"job {job.name!r}, +channels_last",
+                allowed="a model with convolutions over two dimensions, and none over three",
+            )
+        laid_out: nn.Module = built.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
+        return laid_out
+
+    return replace(job, model=model)
+
+
+def _loading(job: Job, knob: str, **options: Any) -> Job:
+    """Return a job whose DataLoader has other options.
+
+    Raises:
+        InputError: if its batches do not come from a DataLoader.
+    """
+    from autotune.own_loop import loaded_with
+
+    batches = loaded_with(job.batches, **options)
+    if batches is None:
+        raise InputError(
+            "the batches do not come from a DataLoader",
+            where=f"job {job.name!r}, +{knob}",
+            allowed="a job from Job.from_loader(model, DataLoader(...), ...)",
+        )
+    return replace(job, batches=batches)
+
+
+@contextmanager
+def _threads(value: str) -> Iterator[None]:
+    import torch
+
+    former = torch.get_num_threads()
+    torch.set_num_threads(int(value))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(former)
+
+
+def _attention(value: str) -> AbstractContextManager[Any]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend: Any = getattr(SDPBackend, _BACKENDS[value])
+    context: AbstractContextManager[Any] = sdpa_kernel(backend)
+    return context
+
+
+@contextmanager
+def _fastest_convolutions(_value: str) -> Iterator[None]:
+    import torch
+
+    former = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = former
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _other_threads() -> list[str]:
+    import torch
+
+    cores = _cores()
+    return [str(count) for count in sorted({1, max(cores // 2, 1), cores} - {torch.get_num_threads()})]
+
+
+KNOBS: dict[str, Knob] = {
+    "fused": Knob(exact=False, group="optimizer", code="give the optimizer fused=True", of_job=_with_flag("fused")),
+    "foreach": Knob(
+        exact=True, group="optimizer", code="give the optimizer foreach=True", of_job=_with_flag("foreach")
+    ),
+    "channels_last": Knob(
+        exact=False, group="layout", code="model.to(memory_format=torch.channels_last)", of_job=_channels_last
+    ),
+    "attention": Knob(
+        exact=False,
+        group="attention",
+        code="train under torch.nn.attention.sdpa_kernel(...) with its {value} kernel",
+        values="|".join(_BACKENDS),
+        allowed=f"with one of {', '.join(f'={name}' for name in _BACKENDS)}",
+        candidates=lambda: _BACKENDS,
+        of_process=_attention,
+        needs_accelerator=lambda value: value in _ON_ACCELERATORS,
+    ),
+    "cudnn_benchmark": Knob(
+        exact=False,
+        group="convolutions",
+        code="torch.backends.cudnn.benchmark = True",
+        of_process=_fastest_convolutions,
+        needs_accelerator=lambda _: True,
+    ),
+    "threads": Knob(
+        exact=False,
+        group="threads",
+        code="torch.set_num_threads({value})",
+        values="[1-9][0-9]{0,2}",
+        allowed="with a number from 1 to 999, as in +threads=2",
+        candidates=_other_threads,
+        of_process=_threads,
+    ),
+    "workers": Knob(
+        exact=True,
+        group="workers",
+        code="DataLoader(..., num_workers={value})",
+        values="[1-9][0-9]?",
+        allowed="with a number from 1 to 99, as in +workers=2",
+        candidates=lambda: (str(min(_cores(), 4)),),
+        of_job=lambda job, value: _loading(job, f"workers={value}", workers=int(value)),
+    ),
+    "pinned": Knob(
+        exact=True,
+        group="pinned",
+        code="DataLoader(..., pin_memory=True)",
+        of_job=lambda job, _: _loading(job, "pinned", pinned=True),
+        needs_accelerator=lambda _: True,
+    ),
+}
