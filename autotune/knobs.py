@@ -64,8 +64,13 @@ class Knob:
     needs_accelerator: Callable[[str], bool] = lambda _: False
 
 
-def parsed(text: str, *, where: str) -> dict[str, str]:
+def parsed(text: str, *, where: str, others: Iterable[str] = ()) -> dict[str, str]:
     """Return the value of each knob in a text such as ``fused+threads=2``, in the order of :data:`KNOBS`.
+
+    Args:
+        text: the knobs.
+        where: the option or argument with the text, for errors.
+        others: names that would be allowed too, for errors.
 
     Raises:
         InputError: if a knob is unknown, has a wrong value, or excludes another one.
@@ -76,7 +81,7 @@ def parsed(text: str, *, where: str) -> dict[str, str]:
         name, equals, value = choice.partition("=")
         knob = KNOBS.get(name)
         if knob is None:
-            raise InputError(f"+{choice:.80} is unknown", where=where, allowed=KNOBS, given=name)
+            raise InputError(f"+{choice:.80} is unknown", where=where, allowed=[*others, *KNOBS], given=name)
         if bool(equals) != bool(knob.values) or not re.fullmatch(knob.values, value):
             raise InputError(f"+{choice:.80} has no valid value", where=where, allowed=f"+{name} {knob.allowed}")
         if knob.group in groups:

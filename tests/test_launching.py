@@ -38,6 +38,7 @@ LAUNCHES = st.builds(
     learning_rate=st.none() | RATES,
     compile=st.sampled_from([None, True]),
     fp32=st.sampled_from([None, "fp32", "tf32"]),
+    knobs=st.sampled_from([None, "fused", "foreach+attention=math+threads=12", "workers=2+pinned"]),
 )
 
 

@@ -16,13 +16,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from autotune import knobs
+from autotune.engines.job_checks import build_model, build_optimizer
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import EngineError, InputError
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
-from autotune.launching import with_knobs
+from autotune.launching import launched, with_knobs
 from autotune.measurement import Measurement
 from autotune.mechanics.devices import device_kind, quiet_profiler, release
+from autotune.plan import Launch
 from autotune.records.run_documents import LaunchChoices, LaunchTrial
 from autotune.stats import median_interval
 
@@ -37,6 +39,9 @@ DEFAULT_PAIRS = 12
 LEAST_PAIRS = 6
 # The knob of the arithmetic of fp32, which has a launch choice of its own.
 _TF32 = "tf32"
+# An optimizer that saves memory, and may need other steps to converge: it is measured, and never recommended.
+_LEAN = "adamw8bit"
+_OTHERS = (_TF32, _LEAN)
 _WHERE = "knobs"
 
 
@@ -58,12 +63,14 @@ class KnobTrials:
     """How knobs are measured.
 
     Attributes:
+        only: the knobs that are measured, as behind a job's name; empty for all that are worth a trial here.
         pairs: most pairs of timed steps of each knob and the job as it is.
         tolerant: whether knobs may be recommended that round differently.
         seed: random seed for weights and batches.
         reporter: shows progress.
     """
 
+    only: tuple[str, ...] = ()
     pairs: int = DEFAULT_PAIRS
     tolerant: bool = False
     seed: int = 0
@@ -72,6 +79,9 @@ class KnobTrials:
     def __post_init__(self) -> None:
         if not LEAST_PAIRS <= self.pairs <= 10_000:
             raise InputError(f"is {self.pairs}", where="--pairs", allowed=f"{LEAST_PAIRS} to 10000")
+        for name in self.only:
+            if name not in _OTHERS:
+                knobs.parsed(name, where="--only", others=_OTHERS)
 
     def measure(self, job: Job) -> LaunchChoices:
         """Return what each knob wins on a job, and which of them are recommended.
@@ -84,7 +94,7 @@ class KnobTrials:
             InputError: if the job cannot be used.
             EngineError: if the job as it is cannot be trained.
         """
-        names = [_TF32, *knobs.candidates()]
+        names = self.only or (*_OTHERS, *knobs.candidates())
         self.reporter.stage(f"{job.name}: measure {len(names)} free knobs", len(names) + 2)
         try:
             base, again = self._train(job), self._train(job)
@@ -114,7 +124,7 @@ class KnobTrials:
     def _trial(self, job: Job, text: str, base: _Trained) -> LaunchTrial:
         """Measure knobs; an error of any kind is the reason why they cannot be used here."""
         try:
-            changed = with_knobs(job, text, where=_WHERE)
+            changed = _with_lean_optimizer(job) if text == _LEAN else with_knobs(job, text, where=_WHERE)
             own = self._train(changed)
             ratios = self._ratios(changed, job)
         except (_FailedError, InputError) as error:
@@ -187,7 +197,7 @@ def recommended(trials: Sequence[LaunchTrial], *, tolerant: bool) -> str:
     """
     best: dict[str, LaunchTrial] = {}
     for trial in trials:
-        if trial.is_faster and (trial.exact or tolerant):
+        if trial.choice != _LEAN and trial.is_faster and (trial.exact or tolerant):
             group = trial.choice if trial.choice == _TF32 else knobs.KNOBS[trial.choice.partition("=")[0]].group
             best[group] = min(trial, best.get(group, trial), key=_time_ratio)
     return "+".join(trial.choice for trial in trials if trial in best.values())
@@ -219,9 +229,21 @@ def _stepped(engine: TorchEngine) -> Measurement:
     return window
 
 
+def _with_lean_optimizer(job: Job) -> Job:
+    """Return a job with 8-bit states of its AdamW.
+
+    Raises:
+        InputError: if it has another optimizer, or a library is missing.
+    """
+    optimizer = type(build_optimizer(job, build_model(job))).__name__
+    if optimizer != "AdamW" or job.launch.optimizer is not None:
+        raise InputError(f"it replaces the job's own AdamW, and the job has {optimizer}", where=_WHERE)
+    return launched(job, Launch(optimizer=_LEAN))
+
+
 def _promises(choice: str) -> bool:
     """Return whether a knob promises bit-identical training."""
-    return choice != _TF32 and knobs.KNOBS[choice.partition("=")[0]].exact
+    return choice not in _OTHERS and knobs.KNOBS[choice.partition("=")[0]].exact
 
 
 def _time_ratio(trial: LaunchTrial) -> float:

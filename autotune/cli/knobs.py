@@ -20,13 +20,17 @@ def command(
             "--pairs", min=6, max=10_000, help="Most pairs of timed steps, of a knob and of the job as it is."
         ),
     ] = 12,
+    only: Annotated[
+        str, typer.Option("--only", help="The knobs to measure, as in fused,threads=4; by default all that may help.")
+    ] = "",
     tolerant: TolerantOption = False,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure launch choices that need no plan: fused optimizers, layouts, attention kernels, threads, data loading.
 
-    Nothing is written or changed. Recommended are bit-identical knobs that are faster beyond doubt.
+    Nothing is written or changed. Recommended are bit-identical knobs that are faster beyond doubt. An AdamW
+    with states of 8 bits is measured too, for its memory.
     """
     from autotune.campaign.knob_trials import KnobTrials
     from autotune.catalog import load_job
@@ -35,7 +39,9 @@ def command(
     found = load_job(job)
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
-        document = asdict(KnobTrials(pairs=pairs, tolerant=tolerant, seed=seed, reporter=bars).measure(found))
+        names = tuple(only.split(",")) if only else ()
+        trials = KnobTrials(only=names, pairs=pairs, tolerant=tolerant, seed=seed, reporter=bars)
+        document = asdict(trials.measure(found))
     if as_json:
         shared.print_json(document)
         return
