@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -119,7 +120,11 @@ def test_foreach_optimizer_trains_bit_identically_and_fused_one_closely(name: st
 def test_loading_in_other_processes_is_bit_identical_and_leaves_the_loader_alone() -> None:
     job = loader_job(tiny_job.TEXT[:640].unfold(0, tiny_job.LENGTH + 1, 10))
     changed = with_knobs(job, "workers=2", where="test")
-    assert differences(numbers(trained(job)), numbers(trained(changed))) == []
+    engine = trained(changed)
+    assert differences(numbers(trained(job)), numbers(engine)) == []
+    assert len(multiprocessing.active_children()) == 2
+    engine.close()
+    assert not multiprocessing.active_children()
     assert job.batches.__self__._loader.num_workers == 0  # type: ignore[attr-defined]  # a bound method
     assert changed.batches.__self__._loader.num_workers == 2  # type: ignore[attr-defined]  # a bound method
 

@@ -61,6 +61,10 @@ class BatchStream:
             self._next_on_host()
             self.position += 1
 
+    def close(self) -> None:
+        """Release the job's iterator, and with it the processes of a loader."""
+        self._iterator = None
+
     def _next_on_host(self) -> Any:
         if self._kept:
             return self._kept.pop()

@@ -259,10 +259,11 @@ class TorchEngine(EngineBase):
             self._stream.seek(snapshot.progress.batches)
 
     def close(self) -> None:
-        """Release the model's units, gradients and pending batches."""
+        """Release the model's units, gradients and batches."""
         controls.remove(self.model)
         self.update.discard()
         self._pending = []
+        self._stream.close()
         super().close()
 
     def gradient(self, plan: Plan) -> list[torch.Tensor | None]:
