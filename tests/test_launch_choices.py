@@ -260,6 +260,7 @@ def test_knobs_option_is_refused_where_it_means_nothing(tmp_path: Path, capsys: 
     assert "measured in this process" in one_line(["tune", TINY, "--knobs", "--isolate", *runs], capsys)
     assert "--tolerant requires --knobs" in one_line(["tune", TINY, "--tolerant", *runs], capsys)
     assert "--only: +quick is unknown" in one_line(["knobs", TINY, "--only", "fused,quick"], capsys)
+    assert "fused+threads=2 is more than one knob" in one_line(["knobs", TINY, "--only", "fused+threads=2"], capsys)
     assert "missing.py" in one_line(["knobs", str(tmp_path / "missing.py:job")], capsys)
     assert not (tmp_path / "runs").exists()
 

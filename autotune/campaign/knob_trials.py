@@ -80,6 +80,8 @@ class KnobTrials:
         if not LEAST_PAIRS <= self.pairs <= 10_000:
             raise InputError(f"is {self.pairs}", where="--pairs", allowed=f"{LEAST_PAIRS} to 10000")
         for name in self.only:
+            if "+" in name:
+                raise InputError(f"{name:.80} is more than one knob", where="--only", allowed="knobs between commas")
             if name not in _OTHERS:
                 knobs.parsed(name, where="--only", others=_OTHERS)
 
@@ -87,8 +89,8 @@ class KnobTrials:
         """Return what each knob wins on a job, and which of them are recommended.
 
         A knob is recommended if the interval of its time ratio lies below 1, and it is exact or ``tolerant`` is set: of
-        each group the fastest. All of them are measured again together, and the recommendation holds only if that
-        interval lies below 1 too.
+        each group the fastest. All of them are measured again together, and the recommendation holds only if
+        the same is true of them.
 
         Raises:
             InputError: if the job cannot be used.
@@ -110,6 +112,7 @@ class KnobTrials:
             self.reporter.advance(number + 2, name)
         chosen = recommended(trials, tolerant=self.tolerant)
         together = self._trial(job, chosen, base) if chosen else None
+        holds = together is not None and together.is_faster and (together.exact or self.tolerant)
         return LaunchChoices(
             job=job.name,
             steps=_STEPS,
@@ -117,7 +120,7 @@ class KnobTrials:
             tolerant=self.tolerant,
             repeat_difference=difference(base, again),
             trials=trials,
-            recommended=chosen if together is not None and together.is_faster else None,
+            recommended=chosen if holds else None,
             together=together,
         )
 
