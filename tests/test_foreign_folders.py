@@ -152,7 +152,9 @@ def test_foreign_run_folder_opens_no_outside_file(
     def compare_with(arm: str, **asked: Any) -> Callable[[dict[str, Any]], None]:
         def edit(config: dict[str, Any]) -> None:
             arms = {"arms": ["baseline", arm], "seeds": [1, 2]}
-            del config["method"], config["asked"]["method"]
+            del config["method"]
+            for key in ("method", "knobs", "tolerant", "launch_choices"):
+                del config["asked"][key]
             config.update(verb="compare", **arms)
             config["asked"].update(arms, **asked)
 
