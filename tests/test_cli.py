@@ -27,6 +27,7 @@ VERBS = [
     "doctor",
     "explain",
     "export",
+    "knobs",
     "plan",
     "profile",
     "replay",
@@ -64,6 +65,7 @@ def test_commands_and_options_are_the_documented_ones(capsys: pytest.CaptureFixt
     [
         ["demo"],
         ["tune"],
+        ["knobs"],
         ["train"],
         ["compare"],
         ["explain"],
