@@ -42,7 +42,7 @@ class PeerBenchSettings:
 
     Attributes:
         budgets: memory budgets.
-        peers: some of :data:`PEERS`, or single settings such as ``compile-blocks-0.2``.
+        peers: some of :data:`PEERS`, or single settings such as ``compile-blocks-0.2``; accumulation is added.
         rounds: number of windows of every arm.
         seed: random seed for all arms.
         threads: torch threads of all arms; ``None`` for torch's default.

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from autotune.agents.planner import close_plans
-from autotune.bench.peer_engine import ENGINE, Technique, techniques
+from autotune.bench.peer_engine import ENGINE, PLAIN, Technique, techniques
 from autotune.choices import DEFAULT_STORAGES, EXACT_STORAGES, STORAGES, Precision, Storage
 from autotune.cost_model.profile import Profile, StepTable
 from autotune.cost_model.solver import Goal
@@ -52,23 +52,23 @@ class Candidate:
 
 
 def peer_candidates(space: PlanSpace, names: Collection[str]) -> list[Candidate]:
-    """Return every setting of some peers at every k, the plain fp32 model at the smallest k first.
+    """Return every setting of plain accumulation and of some peers at every k, the plain model at the smallest k first.
+
+    Accumulation is always among them: a peer or plan that is no better than k alone must not seem to win.
 
     Args:
         space: the plans of the job.
         names: names of peers, or of single settings, as :func:`techniques` takes them.
     """
-    plain = Technique(peer="accumulation")
-    tried = techniques(names, bf16=Precision.BF16 in space.precisions)
     return [
         Candidate(
             name=technique.name(k),
-            families=frozenset({f"peer:{technique.peer}"} if technique in tried else ()),
+            families=frozenset({f"peer:{technique.peer}"}),
             plan=space.baseline().changed(accumulation_steps=k),
             technique=technique,
         )
-        for technique in [plain, *(one for one in tried if one != plain)]
-        for k in (space.accumulation_choices if technique in tried else space.accumulation_choices[:1])
+        for technique in techniques([PLAIN, *names], bf16=Precision.BF16 in space.precisions)
+        for k in space.accumulation_choices
     ]
 
 

@@ -34,6 +34,8 @@ Blocks: TypeAlias = Sequence[nn.Module]
 
 # The arm's engine among those of worker processes; no option names it.
 ENGINE = "peer"
+# The peer whose arm at the smallest k is the baseline; the first one of all.
+PLAIN = "accumulation"
 # Compiled versions of one function after which torch would stop compiling: blocks may differ by their attributes.
 _VERSIONS = 256
 # Shares of the activations that torch.compile may keep: all (its default), some, and only inputs of compiled code.
@@ -229,7 +231,7 @@ def _compiled_whole(model: nn.Module, _blocks: Blocks, option: float) -> None:
 
 
 PEERS: Mapping[str, Peer] = {
-    "accumulation": Peer(_nothing, bf16=False),
+    PLAIN: Peer(_nothing, bf16=False),
     "uniform-bf16": Peer(_nothing, fp32=False),
     "recompute-all": Peer(_recompute_all),
     "every-n": Peer(_every_nth, (2, 3)),
