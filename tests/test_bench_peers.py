@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from autotune.choices import DEFAULT_STORAGES, EXACT_STORAGES, STORAGES
 from autotune.cli.main import run
 from autotune.engines.torch_engine import EngineOptions
 from autotune.measurement import Measurement
+from autotune.mechanics import known_precisions
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.records.run_directory import benchmark_folder
 
@@ -25,9 +27,16 @@ JOB = Path(tiny_job.__file__)
 EAGER = [name for name in PEERS if not name.startswith("compile")]
 
 
+def allow(precisions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(known_precisions.PRECISIONS_VARIABLE, precisions)
+    known_precisions.forget()
+
+
 @pytest.fixture(autouse=True)
-def _known_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOTUNE_PRECISIONS", "fp32,bf16")
+def _both_precisions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    allow("fp32,bf16", monkeypatch)
+    yield
+    known_precisions.forget()
 
 
 def trained(technique: Technique | None, *, k: int = 1, job: object = None) -> Measurement:
@@ -93,7 +102,7 @@ def test_every_setting_of_a_peer_is_tried_at_every_k_and_the_plain_model_always(
 
 
 def test_plans_belong_to_all_families_that_offer_their_storages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOTUNE_PRECISIONS", "fp32")
+    allow("fp32", monkeypatch)
     job = comparable(tiny_job.make(accumulation_choices=(1,)))
     found = profile(job, device_name="here", fingerprint="", options=ProfilerOptions.lean())
     engine = PeerEngine(tiny_job.make(accumulation_choices=(1,)))
@@ -122,7 +131,7 @@ def bench(*options: str, runs: Path) -> dict:
 def test_benchmark_tells_who_is_fastest_and_what_is_out_of_reach(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("AUTOTUNE_PRECISIONS", "fp32")
+    allow("fp32", monkeypatch)
     monkeypatch.setenv("AUTOTUNE_STORAGES", "recompute")
     document = bench("--peers", "accumulation", "--memory-budgets", "100%,1KiB", runs=tmp_path)
     assert (document["benchmark"], document["job"], document["threads"]) == ("peers", "tiny", 1)
