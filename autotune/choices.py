@@ -68,6 +68,7 @@ class Storage(StrEnum):
         extra_forwards: extra time in forward passes of the unit, for simulated jobs; profiles measure it.
         recomputes: whether the backward pass repeats the unit's whole forward pass, for which it keeps the inputs.
         exact: whether gradients are bit-identical to those of ``save``.
+        needs_accelerator: whether it moves activations out of a device's own memory.
     """
 
     label: str
@@ -76,12 +77,14 @@ class Storage(StrEnum):
     extra_forwards: float
     recomputes: bool
     exact: bool
+    needs_accelerator: bool
 
     SAVE = "save", "kept", "saving"
     SELECTIVE = "selective", "partly recomputed", "recomputing in part", 0.6, 0.15
     COMPRESS8 = "compress8", "compressed to 8 bits", "compressing to 8 bits", 0.3, 0.5, False, False
     COMPRESS4 = "compress4", "compressed to 4 bits", "compressing to 4 bits", 0.2, 0.5, False, False
     REBUILD = "rebuild", "mostly recomputed", "recomputing for the most part", 0.15, 0.7
+    OFFLOAD = "offload", "offloaded", "offloading", 0.1, 0.8, False, True, True
     RECOMPUTE = "recompute", "recomputed", "recomputing", 0.0, 1.0, True
 
     def __new__(
@@ -93,13 +96,14 @@ class Storage(StrEnum):
         extra_forwards: float = 0.0,
         recomputes: bool = False,
         exact: bool = True,
+        needs_accelerator: bool = False,
     ) -> Storage:
         """Make a member with its properties."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.label, member.act = label, act
         member.kept_frac, member.extra_forwards, member.recomputes = kept_frac, extra_forwards, recomputes
-        member.exact = exact
+        member.exact, member.needs_accelerator = exact, needs_accelerator
         return member
 
 

@@ -358,11 +358,10 @@ class PlanSpace:
         ):
             for name, choice in given.items():
                 if choice not in allowed:
-                    asked = (
-                        f", which {STORAGES_VARIABLE} does not name"
-                        if choice in STORAGES and choice not in DEFAULT_STORAGES
-                        else ""
-                    )
+                    asked = ""
+                    if choice in STORAGES and choice not in DEFAULT_STORAGES:
+                        needs = " or this device cannot do" if Storage(choice).needs_accelerator else ""
+                        asked = f", which {STORAGES_VARIABLE} does not name{needs}"
                     problem = f"{key} of {name!r} is {str(choice)!r}{asked}"
                     raise PlanError(problem, where=where, allowed=sorted(allowed))
         return plan.changed(

@@ -265,8 +265,9 @@ class WideNetwork(tiny_job.Network):
 
 def test_a_profile_tells_the_error_of_the_gradient_and_leaves_out_what_puts_it_too_far_off() -> None:
     options = ProfilerOptions.lean()
-    found = profile(tiny_job.make(storages=list(Storage)), device_name="here", options=options)
-    assert found.space.storages == tuple(Storage)
+    anywhere = tuple(storage for storage in Storage if not storage.needs_accelerator)
+    found = profile(tiny_job.make(storages=anywhere), device_name="here", options=options)
+    assert found.space.storages == anywhere
     told = [warning for warning in found.warnings if "puts the gradient of a step off by" in warning]
     assert [warning.split()[0] for warning in told] == COMPRESSED
     found = profile(tiny_job.make(model=WideNetwork, storages=list(Storage)), device_name="here", options=options)

@@ -201,8 +201,8 @@ GOOD = {
         ({"precision": ["a"]}, r"precision is \['a'\] \(allowed: an object\)"),
         ({"precision": None}, r"precision is None \(allowed: an object\)"),
         (
-            {"storage": {"a": "offload"}},
-            r"storage.a is 'offload' \(allowed: save, selective, .*recompute\)",
+            {"storage": {"a": "elsewhere"}},
+            r"storage.a is 'elsewhere' \(allowed: save, selective, .*recompute\)",
         ),
         ({"storage": "save"}, r"storage is 'save' \(allowed: an object\)"),
         ({"launch": []}, r"launch is \[\] \(allowed: an object\)"),

@@ -16,14 +16,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.measurement import Failure
-from autotune.mechanics import controls, stepping
+from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.activations import uncopyable_argument
 from autotune.mechanics.buffers import copy_buffers, undo_writes
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.mechanics.storages import offered
 from autotune.own_loop import require_stepped
-from autotune.plan import PlanSpace, Precision
+from autotune.plan import PlanSpace, Precision, Storage
 from autotune.units import Unit, units_of
 
 _Answer = TypeVar("_Answer")
@@ -85,7 +85,7 @@ def _inspected(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[
         accumulation_choices=choices,
         precisions=_precisions(model, locks),
         k_splits=job.batching == "fixed",
-        storages=offered(job.storages),
+        storages=_storages(job, model, locks),
     )
     _try_reduced_borders(job, model, piece, space, locks)
     return space, locks
@@ -274,11 +274,22 @@ def accumulation_choices(job: Job, model: nn.Module, locks: dict[str, str]) -> t
     return job.accumulation_choices
 
 
+def _storages(job: Job, model: nn.Module, locks: dict[str, str]) -> tuple[Storage, ...]:
+    reason = devices.lacks_copies_beside(_device_type(model))
+    found = offered(job.storages, reason)
+    locks |= {f"storage {storage}": reason for storage in offered(job.storages) if storage not in found}
+    return found
+
+
 def _precisions(model: nn.Module, locks: dict[str, str]) -> tuple[Precision, ...]:
     if controls.has_16_bit_parameters(model):
         locks["precision"] = "the model keeps 16-bit parameters, so there are no fp32 masters"
         return (Precision.INHERIT,)
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    device = _device_type(model)
     for precision, reason in excluded_precisions(device).items():
         locks[f"precision {precision}"] = reason
     return useful_precisions(device)
+
+
+def _device_type(model: nn.Module) -> str:
+    return next((parameter.device.type for parameter in model.parameters()), "cpu")

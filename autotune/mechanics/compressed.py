@@ -41,19 +41,24 @@ _NOISE = 4_093
 # The product of eight bytes of 0 or 1 with the first number has them as bits in its highest byte; the product of a byte
 # with it has its bits in the highest bits of eight bytes.
 _DIAGONAL, _ONES = 0x8040201008040201 - 2**64, 0x0101010101010101
-_WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
+WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class Kept:
     """A tensor that is kept as it is, with its version at that time."""
 
     tensor: torch.Tensor
     version: int
 
     def restored(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: if it was written to in place since then.
+        """
         if self.tensor._version != self.version:
-            raise RuntimeError(_WRITTEN)
+            raise RuntimeError(WRITTEN)
         return self.tensor
 
 
@@ -112,13 +117,13 @@ class _Packer:
     def __init__(self, bits: int, exact: frozenset[int], smallest: int, number: int) -> None:
         self._bits, self._exact, self._smallest, self._number = bits, exact, smallest, number
         # By identity: the result, and a reference that keeps the storage's address from being used again.
-        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Kept | Bits | _Rounded]] = {}
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Kept | Bits | _Rounded]] = {}
 
-    def pack(self, tensor: torch.Tensor) -> _Kept | Bits | _Rounded:
+    def pack(self, tensor: torch.Tensor) -> Kept | Bits | _Rounded:
         """Return what is kept of a tensor."""
         is_weight, tensor = isinstance(tensor, torch.nn.Parameter), tensor.detach()
         if is_weight or not self._takes(tensor):
-            return _Kept(tensor, tensor._version)
+            return Kept(tensor, tensor._version)
         storage = tensor.untyped_storage()
         key = (
             storage._cdata,
@@ -129,7 +134,7 @@ class _Packer:
             tensor.stride(),
         )
         if key not in self._known:
-            packed = self._packed(tensor) or _Kept(tensor, tensor._version)
+            packed = self._packed(tensor) or Kept(tensor, tensor._version)
             self._known[key] = StorageWeakRef(storage), packed
         return self._known[key][1]
 

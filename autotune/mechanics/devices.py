@@ -284,6 +284,30 @@ def autocast_dtypes(device: AnyDevice) -> tuple[torch.dtype, ...]:
     return both if named is None else tuple(dtype for dtype in both if dtype in named())
 
 
+# ------------------------------------------------------------------------------------------- copies beside the work
+
+
+def lacks_copies_beside(device: AnyDevice) -> str:
+    """Return why a device cannot copy to and from the host while it computes; empty if it can."""
+    found = torch.device(device)
+    if not is_accelerator(found):
+        return f"on {found.type} there is no memory of a device that it could free"
+    if _function(found, "Stream") is None or _function(found, "Event") is None:
+        return f"{found.type} has no streams, so it cannot copy while it computes"
+    return ""
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.Stream:
+    """Return this process's stream of a device for copies beside the computation."""
+    return torch.Stream(device=device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of a device that this thread computes on."""
+    return torch.accelerator.current_stream(device)
+
+
 # ------------------------------------------------------------------------------------------------------------- time
 
 

@@ -6,15 +6,17 @@ graph, so a switch to another storage needs no undoing, and graphs that are aliv
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 from autotune.choices import DEFAULT_STORAGES, STORAGES, STORAGES_VARIABLE, Storage
 from autotune.errors import InputError
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.compressed import compressed
+from autotune.mechanics.offloaded import offloaded
 from autotune.mechanics.selective import selective
 
 
@@ -34,22 +36,27 @@ class StorageAct(Protocol):
         """
 
 
+logger = logging.getLogger(__name__)
+
 # Every storage but ``save``, which calls the forward as it is.
 ACTS: Mapping[Storage, StorageAct] = {
-    Storage.SELECTIVE: partial(selective, costly=False),
-    Storage.COMPRESS8: partial(compressed, bits=8),
-    Storage.COMPRESS4: partial(compressed, bits=4),
-    Storage.REBUILD: partial(selective, costly=True),
+    Storage.SELECTIVE: functools.partial(selective, costly=False),
+    Storage.COMPRESS8: functools.partial(compressed, bits=8),
+    Storage.COMPRESS4: functools.partial(compressed, bits=4),
+    Storage.REBUILD: functools.partial(selective, costly=True),
+    Storage.OFFLOAD: offloaded,
     Storage.RECOMPUTE: Recomputation.run,
 }
 
 
-def offered(asked: Iterable[str] | None) -> tuple[Storage, ...]:
+def offered(asked: Iterable[str] | None, no_copies_beside: str = "") -> tuple[Storage, ...]:
     """Return the storages that plans may choose, from the fastest to the leanest, ``save`` and ``recompute`` included.
 
     Args:
         asked: further storages of a job; ``None`` for none. The environment variable ``AUTOTUNE_STORAGES`` decides
             instead if it is set, such as ``selective,compress8``.
+        no_copies_beside: why the device cannot copy activations to the host while it computes, which leaves out the
+            storages that do; empty if it can.
 
     Raises:
         InputError: if the variable names something else than a storage.
@@ -58,4 +65,16 @@ def offered(asked: Iterable[str] | None) -> tuple[Storage, ...]:
     names = {name.strip() for name in text.split(",")} if text else set(asked or ())
     for name in sorted(names.difference(STORAGES)):
         raise InputError(f"names {name!r}", where=STORAGES_VARIABLE, allowed=list(STORAGES))
-    return tuple(storage for storage in STORAGES if storage in names or storage in DEFAULT_STORAGES)
+    wanted = tuple(storage for storage in STORAGES if storage in names or storage in DEFAULT_STORAGES)
+    if not no_copies_beside:
+        return wanted
+    for storage in wanted:
+        if storage.needs_accelerator:
+            _warn_once(f"the storage {storage} is left out: {no_copies_beside}")
+    return tuple(storage for storage in wanted if not storage.needs_accelerator)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Log a warning, once in this process: several steps of one command find the same."""
+    logger.warning("%s", text)

@@ -51,6 +51,7 @@ from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_un
 from autotune.units import Unit, units_of
 
 _MAX_TABLES = 4
+_NO_COPIES = "estimates do not know how fast a device copies to the host"
 _PRECISION_OF = {DTYPES[precision]: precision for precision in REDUCED_PRECISIONS}
 
 
@@ -158,7 +159,7 @@ class _FakeRun:
             accumulation_choices=accumulation_choices(job, model, {}),
             precisions=(Precision.INHERIT,) if lowered else self._device.precisions,
             k_splits=job.batching == "fixed",
-            storages=offered(job.storages),
+            storages=offered(job.storages, _NO_COPIES),
         )
 
     def static_bytes(self) -> int:

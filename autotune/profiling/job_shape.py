@@ -88,7 +88,7 @@ def profile_key(job: Job, device_name: str) -> str:
         "optimizer": type(optimizer).__qualname__,
         "batching": [job.batching, job.batch_size, list(job.accumulation_choices)],
         "units": None if job.units is None else list(job.units),
-        "storages": list(offered(job.storages)),
+        "storages": list(offered(job.storages, devices.lacks_copies_beside(devices.device_kind()))),
         "clips": job.clip_norm is not None,
         "device": device_name,
         "threads": torch.get_num_threads(),
