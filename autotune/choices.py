@@ -21,21 +21,24 @@ class Precision(StrEnum):
     pass them on. Reduced precisions are in order of preference.
 
     Attributes:
-        dtype: torch's name of the dtype; empty for ``inherit``.
+        dtype: torch's name of the dtype of autocast; empty for ``inherit``. Under ``fp8``, linear layers have another.
         element_bytes: bytes per number in matrix products; ``inherit`` counts as fp32.
         letter: one character for narrow displays.
         needs_loss_scaling: whether gradients underflow unless the loss is scaled.
+        asked_only: whether plans may choose it only if ``AUTOTUNE_PRECISIONS`` names it; no policy was trained on it.
     """
 
     dtype: str
     element_bytes: int
     letter: str
     needs_loss_scaling: bool
+    asked_only: bool
 
     INHERIT = "inherit"
     FP32 = "fp32", "float32", FP32_BYTES, "f"
     BF16 = "bf16", "bfloat16", 2, "b"
     FP16 = "fp16", "float16", 2, "h", True
+    FP8 = "fp8", "bfloat16", 1, "8", False, True
 
     def __new__(
         cls,
@@ -44,18 +47,24 @@ class Precision(StrEnum):
         element_bytes: int = FP32_BYTES,
         letter: str = ".",
         needs_loss_scaling: bool = False,
+        asked_only: bool = False,
     ) -> Precision:
         """Make a member with its properties."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.dtype, member.element_bytes, member.letter = dtype, element_bytes, letter
-        member.needs_loss_scaling = needs_loss_scaling
+        member.needs_loss_scaling, member.asked_only = needs_loss_scaling, asked_only
         return member
 
     @property
     def is_reduced(self) -> bool:
         """Return whether matrix products run in a narrower format than fp32."""
         return self.element_bytes < FP32_BYTES
+
+    @property
+    def is_16_bit(self) -> bool:
+        """Return whether autocast alone computes in it, so that units can pass its tensors to each other."""
+        return self.element_bytes == FP32_BYTES // 2
 
 
 class Storage(StrEnum):
@@ -113,4 +122,6 @@ EXACT_STORAGES = tuple(storage for storage in Storage if storage.exact)
 STORAGES_VARIABLE = "AUTOTUNE_STORAGES"
 # The storages of a space for which no others were asked.
 DEFAULT_STORAGES = (Storage.SAVE, Storage.RECOMPUTE)
+# The precisions that are offered without being asked for, and that policies know.
+USUAL_PRECISIONS = tuple(precision for precision in Precision if not precision.asked_only)
 REDUCED_PRECISIONS = tuple(precision for precision in Precision if precision.is_reduced)

@@ -158,10 +158,10 @@ class Plan:
 
     @property
     def uniform_reduced(self) -> Precision | None:
-        """Return the one reduced precision that all named units compute in; ``None`` if there is none."""
+        """Return the one 16-bit precision that all named units compute in; ``None`` if there is none."""
         precisions = set(self.precision.values())
         found = precisions.pop() if len(precisions) == 1 else None
-        return found if found is not None and found.is_reduced else None
+        return found if found is not None and found.is_16_bit else None
 
     @property
     def bare(self) -> Plan:
@@ -298,9 +298,9 @@ class PlanSpace:
 
     @property
     def lowest_precision(self) -> Precision:
-        """Return the narrowest precision, bf16 before fp16; the first one if none is reduced."""
-        reduced = [precision for precision in REDUCED_PRECISIONS if precision in self.precisions]
-        return min(reduced, key=lambda precision: precision.element_bytes, default=self.precisions[0])
+        """Return the first 16-bit precision, bf16 before fp16; the space's first precision if it has none."""
+        found = (one for one in REDUCED_PRECISIONS if one in self.precisions and one.is_16_bit)
+        return next(found, self.precisions[0])
 
     def plan(
         self,

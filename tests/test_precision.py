@@ -124,10 +124,10 @@ def test_the_user_names_the_useful_precisions(named, useful, measuring_precision
     assert all("not among AUTOTUNE_PRECISIONS" in reason for reason in excluded_precisions("cpu").values())
 
 
-@pytest.mark.parametrize("named", ["fp8", "bf16 fp16", "bf16,", "inherit"])
+@pytest.mark.parametrize("named", ["fp4", "bf16 fp16", "bf16,", "inherit"])
 def test_a_name_that_is_no_precision_is_refused(named, measuring_precisions, monkeypatch):
     monkeypatch.setenv("AUTOTUNE_PRECISIONS", named)
-    with pytest.raises(InputError, match=r"AUTOTUNE_PRECISIONS: names .* \(allowed: fp32, bf16, fp16\)"):
+    with pytest.raises(InputError, match=r"AUTOTUNE_PRECISIONS: names .* \(allowed: fp32, bf16, fp16, fp8\)"):
         excluded_precisions("cpu")
 
 

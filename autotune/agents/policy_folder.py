@@ -27,12 +27,12 @@ from autotune.agents.policy import Policy
 from autotune.agents.scratch_network import Layout, LearnedPolicy, PolicyNetwork, most_likely
 from autotune.agents.shipped_network import LeverNetwork
 from autotune.catalog import content_folder
+from autotune.choices import USUAL_PRECISIONS
 from autotune.errors import InputError, PolicyFileError
 from autotune.gym import levers
 from autotune.gym.observation import FEATURE_VERSION, GLOBAL_FEATURES, UNIT_FEATURES
 from autotune.io.documents import shown, validated
 from autotune.io.files import parse_json, read_bytes, read_json, write_atomic, write_json
-from autotune.plan import Precision
 from autotune.simulator.online_planner import PlannerSettings
 
 MANIFEST, WEIGHTS, CARD = "manifest.json", "policy.safetensors", "README.md"
@@ -314,7 +314,7 @@ def _probe(network: PolicyNetwork) -> list[int]:
         "global": generator.uniform(-1, 1, len(GLOBAL_FEATURES)).astype(np.float32),
         "units": units.reshape(-1),
     }
-    layout = Layout((1, 2, 4), tuple(range(len(Precision))), _PROBE_UNITS, tuple(range(_PROBE_UNITS)))
+    layout = Layout((1, 2, 4), tuple(range(len(USUAL_PRECISIONS))), _PROBE_UNITS, tuple(range(_PROBE_UNITS)))
     return most_likely(network, arrays, layout)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autotune.choices import DEFAULT_STORAGES
+from autotune.choices import DEFAULT_STORAGES, USUAL_PRECISIONS
 from autotune.gym.observation import GLOBAL_FEATURES, LIMIT, UNIT_FEATURES, Observation
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 
@@ -23,6 +23,9 @@ _PRESENT = list(UNIT_FEATURES).index("present")
 # What a storage's logit is computed from, so that a network does not depend on how many storages there are: 1, 0 for
 # ``save`` and 0, 1 for ``recompute``.
 _STORAGE_FACTS = [[one.kept_frac, one.extra_forwards] for one in Storage]
+
+# The logit of each precision. One that is only offered if asked for has that of the precision with its dtype.
+_PRECISION_LOGITS = [[usual.dtype for usual in USUAL_PRECISIONS].index(one.dtype) for one in Precision]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class PolicyNetwork(nn.Module):
         self.unit_encoder = _two_layers(len(UNIT_FEATURES) + 2 * _FREQUENCIES, width)
         self.context_encoder = _two_layers(len(GLOBAL_FEATURES) + 2 * width, width)
         self.unit_decoder = nn.Sequential(linear(2 * width, width), nn.Tanh())
-        self.precision_head = linear(width, len(Precision))
+        self.precision_head = linear(width, len(USUAL_PRECISIONS))
         self.storage_head = linear(width, len(_STORAGE_FACTS[0]))
         self.accumulation_encoder = nn.Sequential(linear(width + 2, width), nn.Tanh())
         self.accumulation_head = linear(width, 1)
@@ -120,7 +123,7 @@ class PolicyNetwork(nn.Module):
         logits = torch.cat(
             [
                 self._accumulation_logits(context, layout),
-                self.precision_head(decoded)[..., list(layout.precisions)].flatten(1),
+                self.precision_head(decoded)[..., [_PRECISION_LOGITS[index] for index in layout.precisions]].flatten(1),
                 self._storage_logits(decoded[:, list(layout.recomputable)], layout).flatten(1),
             ],
             dim=-1,

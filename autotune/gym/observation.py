@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.choices import USUAL_PRECISIONS
 from autotune.measurement import GradientStatistics, Measurement, UnitGradient
 from autotune.plan import Plan, PlanSpace, Precision
 from autotune.units import Unit
@@ -186,6 +187,6 @@ UNIT_FEATURES: dict[str, Callable[[Observation, Unit, int, _Model], float | bool
     "signal_to_noise_known": lambda o, u, _i, _m: _signal_to_noise(o, u) is not None,
     "signal_to_noise": lambda o, u, _i, _m: _log(_signal_to_noise(o, u), 1.0),
     "underflow": lambda o, u, _i, _m: getattr(_unit_gradient(o, u), "underflow_frac", 0.0),
-    **{f"is_{precision}": _is_in(precision) for precision in Precision},
+    **{f"is_{precision}": _is_in(precision) for precision in USUAL_PRECISIONS},
     "is_recomputed": lambda o, u, _i, _m: o.plan.storage_of(u.name).recomputes,
 }

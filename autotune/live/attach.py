@@ -345,7 +345,7 @@ def _space(
         locks["precision"] = "the model keeps 16-bit parameters, so there are no fp32 masters"
     else:
         device = devices.device_of(model).type
-        precisions = (Precision.INHERIT, *(p for p in useful_precisions(device) if p.is_reduced))
+        precisions = (Precision.INHERIT, *(p for p in useful_precisions(device) if p.is_16_bit))
     if mode is Mode.EXACT:
         locks["accumulation_steps"] = "mode exact leaves it as it is"
         choices = (accumulation_steps,)

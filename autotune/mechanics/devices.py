@@ -33,6 +33,8 @@ _FP32, _TF32 = "fp32", "tf32"
 # Choices for products of fp32 numbers with torch's names, and the first compute capability with TF32.
 _FP32_CHOICES = {_FP32: "ieee", _TF32: "tf32"}
 _TF32_CAPABILITY = (8, 0)
+# The first compute capability with products of 8-bit floating-point numbers.
+_FLOAT8_CAPABILITY = (8, 9)
 # Files with the versions of NVIDIA's and AMD's kernel modules.
 _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
@@ -493,6 +495,21 @@ def arithmetic_shown(fp32: Mapping[str, str]) -> str:
     """Format the result of :func:`fp32_arithmetic`, with convolutions only if they differ from matrix products."""
     products, convolutions = fp32["matrix products"], fp32["convolutions"]
     return products if products == convolutions else f"{products}, convolutions in {convolutions}"
+
+
+@functools.cache
+def lacks_float8(device: AnyDevice) -> str:
+    """Return why a device has no fast products of 8-bit floating-point numbers; empty if it has.
+
+    Source: PyTorch's conditions for ``torch._scaled_mm``: NVIDIA GPUs since Ada and Hopper. AMD's have other formats.
+    """
+    found = torch.device(device)
+    if found.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return f"there are no fast products of 8-bit floating-point numbers on {found.type}"
+    major, minor = torch.cuda.get_device_capability(found)
+    if (major, minor) >= _FLOAT8_CAPABILITY:
+        return ""
+    return f"an NVIDIA GPU of compute capability {major}.{minor} has no fast products of 8-bit floating-point numbers"
 
 
 def has_tf32(device: AnyDevice) -> bool:

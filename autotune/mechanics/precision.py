@@ -1,13 +1,14 @@
 """Run a unit in a precision, and find the precisions that a device computes efficiently.
 
-Parameters are never converted: autocast makes 16-bit copies at each use, and gradients arrive in fp32.
+Parameters are never converted: autocast makes 16-bit copies at each use, and gradients arrive in fp32. Under ``fp8``,
+linear layers multiply 8-bit numbers and all else runs under bf16 autocast.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from autotune.choices import REDUCED_PRECISIONS
 from autotune.mechanics import devices, known_precisions
+from autotune.mechanics.float8 import Linears
 from autotune.plan import Precision
 
 DTYPES = MappingProxyType({precision: getattr(torch, precision.dtype) for precision in Precision if precision.dtype})
@@ -42,7 +44,8 @@ def computing_in(precision: Precision, device_type: str) -> Iterator[None]:
         with torch.autocast(device_type, enabled=False):
             yield
         return
-    with torch.autocast(device_type, dtype=DTYPES[precision], cache_enabled=False):
+    layers = nullcontext() if precision.is_16_bit else Linears(DTYPES[precision])
+    with torch.autocast(device_type, dtype=DTYPES[precision], cache_enabled=False), layers:
         yield
 
 
@@ -57,9 +60,9 @@ def excluded_precisions(device_type: str) -> Mapping[Precision, str]:
     """Return the precisions that a device has no fast path for, each with the reason.
 
     The environment variable ``AUTOTUNE_PRECISIONS`` decides if it is set: ``bf16`` or ``bf16,fp16`` names the 16-bit
-    formats to use, and ``fp32`` alone uses neither. Otherwise, a small matrix product and a small convolution are timed
-    in each format, forward and backward, in some tenths of a second overall. The result is kept for this process and
-    for those that it starts.
+    formats to use, and ``fp32`` alone uses neither. ``fp8`` is considered only if it is named, and excluded even so
+    where it is emulated. Otherwise, a small matrix product and a small convolution are timed in each format, forward
+    and backward, in some tenths of a second overall. The result is kept for this process and for those that it starts.
 
     Raises:
         InputError: if the environment variable names something else than a precision.
@@ -68,21 +71,28 @@ def excluded_precisions(device_type: str) -> Mapping[Precision, str]:
     if known is not None:
         return known
     named = known_precisions.named()
-    reasons = {precision: _reason_against(precision, device_type, named) for precision in REDUCED_PRECISIONS}
+    considered = [one for one in REDUCED_PRECISIONS if _is_considered(one, named)]
+    reasons = {precision: _reason_against(precision, device_type, named) for precision in considered}
     known_precisions.keep(device_type, {precision: reason for precision, reason in reasons.items() if reason})
     return excluded_precisions(device_type)
 
 
 def useful_precisions(device_type: str) -> tuple[Precision, ...]:
-    """Return fp32 and the 16-bit formats that a device computes efficiently, fp32 first."""
-    reasons = excluded_precisions(device_type)
-    return tuple(precision for precision in DTYPES if precision not in reasons)
+    """Return fp32 and the reduced formats that a device computes efficiently, fp32 first."""
+    reasons, named = excluded_precisions(device_type), known_precisions.named()
+    return tuple(one for one in DTYPES if one not in reasons and _is_considered(one, named))
+
+
+def _is_considered(precision: Precision, named: frozenset[Precision] | None) -> bool:
+    return not precision.asked_only or (named is not None and precision in named)
 
 
 def _reason_against(precision: Precision, device_type: str, named: frozenset[Precision] | None) -> str:
     """Return why a device does not compute in a precision; empty if it is useful there."""
     if DTYPES[precision] not in devices.autocast_dtypes(device_type):
         return f"autocast has no {precision} on {device_type}"
+    if not precision.is_16_bit:
+        return _reason_against_float8(device_type)
     if named is not None:
         return "" if precision in named else f"not among {known_precisions.PRECISIONS_VARIABLE} on {device_type}"
     probes = {"matrix product": _matrix_s, "convolution": _convolution_s}
@@ -92,6 +102,19 @@ def _reason_against(precision: Precision, device_type: str, named: frozenset[Pre
         return f"not supported on {device_type}: {error}"
     name, ratio = max(ratios.items(), key=lambda item: item[1])
     return f"a {name} takes {ratio:.0f}x as long as in fp32 on {device_type}" if ratio > _SLOWEST_USEFUL_RATIO else ""
+
+
+def _reason_against_float8(device_type: str) -> str:
+    """Return why a device has no fast path for ``fp8``, and how slow it is there; empty if it has one."""
+    lacking = devices.lacks_float8(device_type)
+    try:
+        ratio = _ratio(_float8_s, DTYPES[Precision.FP8], device_type)
+    except RuntimeError as error:
+        return f"not supported on {device_type}: {error}"
+    slow = f"a linear layer takes {ratio:.1f}x as long as in fp32"
+    if lacking:
+        return f"{lacking}, where it is emulated and {slow}"
+    return f"{slow} on {device_type}" if ratio > _SLOWEST_USEFUL_RATIO else ""
 
 
 def _ratio(probe: Callable[[torch.dtype, str], float], dtype: torch.dtype, device_type: str) -> float:
@@ -126,6 +149,12 @@ def _plain_mode(device_type: str) -> Iterator[None]:
 def _matrix_s(dtype: torch.dtype, device_type: str) -> float:
     factor = torch.ones(256, 256, dtype=dtype, device=device_type, requires_grad=True)
     return _fastest(lambda: torch.nn.functional.linear(factor, factor), device_type)
+
+
+def _float8_s(dtype: torch.dtype, device_type: str) -> float:
+    factor = torch.ones(256, 256, device=device_type, requires_grad=True)
+    with nullcontext() if dtype is torch.float32 else Linears(dtype):
+        return _fastest(lambda: torch.nn.functional.linear(factor, factor), device_type)
 
 
 def _convolution_s(dtype: torch.dtype, device_type: str) -> float:

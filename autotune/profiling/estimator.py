@@ -52,7 +52,7 @@ from autotune.units import Unit, units_of
 
 _MAX_TABLES = 4
 _NO_COPIES = "estimates do not know how fast a device copies to the host"
-_PRECISION_OF = {DTYPES[precision]: precision for precision in REDUCED_PRECISIONS}
+_PRECISION_OF = {DTYPES[precision]: precision for precision in REDUCED_PRECISIONS if precision.is_16_bit}
 
 
 def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], None] | None = None) -> Profile:

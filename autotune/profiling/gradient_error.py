@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from autotune.choices import Storage
+from autotune.choices import REDUCED_PRECISIONS, Storage
 from autotune.engines.torch_engine import TorchEngine
 from autotune.plan import Plan, Precision
 from autotune.profiling.homogeneous_plans import spread_choices
@@ -16,20 +16,23 @@ from autotune.profiling.homogeneous_plans import spread_choices
 _MAX_UNITS = 24
 
 
-def squared_errors(engine: TorchEngine) -> dict[str, dict[str, float]]:
-    """Return the squared relative error of the whole gradient that each unit causes in each 16-bit precision.
+def squared_errors(
+    engine: TorchEngine, among: Collection[Precision] = REDUCED_PRECISIONS
+) -> dict[str, dict[str, float]]:
+    """Return the squared relative error of the whole gradient that each unit causes in each reduced precision.
 
     The squared errors of single units add up to that of a plan.
 
     Args:
         engine: the engine; its training state does not change.
+        among: the precisions to measure, if the engine has them.
 
     Returns:
         By unit and precision: sum over parameters of |g' - g|^2, divided by |g|^2; empty if the engine does not have
-        both fp32 and a 16-bit precision.
+        both fp32 and one of them.
     """
     space = engine.space
-    lower = [precision for precision in space.precisions if precision not in (Precision.FP32, Precision.INHERIT)]
+    lower = [precision for precision in space.precisions if precision in among]
     if not lower or Precision.FP32 not in space.precisions:
         return {}
     exact = engine.gradient(space.baseline())

@@ -119,7 +119,7 @@ def homogeneous_plans(space: PlanSpace, ks: Sequence[int]) -> dict[PlanName, Pla
         for k in ks
         for storage in storages
         for precision in space.precisions
-        for passes in ((False, True) if precision.is_reduced else (False,))
+        for passes in ((False, True) if precision.is_16_bit else (False,))
     }
 
 

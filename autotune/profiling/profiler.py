@@ -7,6 +7,7 @@ random whole plans then correct the sum of the pieces.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,7 +25,7 @@ from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, StepTrace, rest_of
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.attribution import attribute
-from autotune.profiling.gradient_error import storage_errors
+from autotune.profiling.gradient_error import squared_errors, storage_errors
 from autotune.profiling.homogeneous_plans import (
     UPDATE,
     PlanName,
@@ -163,6 +164,7 @@ class _Profiler:
         engine = self._engine
         self._warm_up()
         self._judge_storages()
+        self._judge_precisions()
         found = self._observe()
         if not found:
             raise JobError("no plan could be profiled", where=f"job {self._job.name!r}", allowed=self._warnings)
@@ -234,6 +236,22 @@ class _Profiler:
             if self._engine.decided(not error <= _MOST_ERROR):
                 space = self._engine.space
                 self._engine.space = replace(space, storages=tuple(one for one in space.storages if one != storage))
+                told += ", so no plan may use it"
+            self._warnings.append(told)
+
+    def _judge_precisions(self) -> None:
+        """Tell how far each precision that was asked for puts the gradient off; leave out one that goes too far."""
+        asked = [precision for precision in self._engine.space.precisions if precision.asked_only]
+        errors = squared_errors(self._engine, asked) if asked else {}
+        for precision in asked if errors else ():
+            name = max(errors, key=lambda unit: errors[unit][precision])
+            error = math.sqrt(errors[name][precision])
+            told = f"{precision} puts the gradient of a step off by up to {error:.1%}, in the unit {name}"
+            if self._engine.decided(not error <= _MOST_ERROR):
+                space = self._engine.space
+                self._engine.space = replace(
+                    space, precisions=tuple(one for one in space.precisions if one != precision)
+                )
                 told += ", so no plan may use it"
             self._warnings.append(told)
 
