@@ -106,8 +106,8 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
         "'nowhere'",
     ),
     "unknown precision in a plan": lambda f: (
-        ["compare", str(JOB), "--arms", plan_file(f, precision={"head": "fp8"})],
-        "inherit, fp32, bf16, fp16",
+        ["compare", str(JOB), "--arms", plan_file(f, precision={"head": "fp4"})],
+        "inherit, fp32, bf16, fp16, fp8",
     ),
     "unknown storage in a plan": lambda f: (
         ["compare", str(JOB), "--arms", plan_file(f, storage={"blocks.0": "tape"})],

@@ -59,6 +59,36 @@ def test_a_linear_layer_equals_the_plain_product_of_the_rounded_numbers(dtype: t
     assert layer.weight.dtype is layer.weight.grad.dtype is torch.float32
 
 
+def test_the_fast_path_gets_the_layouts_of_a_gpu_and_agrees_with_the_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, int]] = []
+    scaled = torch._scaled_mm
+
+    def checked(one: torch.Tensor, other: torch.Tensor, **options: object) -> torch.Tensor:
+        # What cuBLASLt needs, and a CPU does not.
+        assert one.stride() == (one.shape[1], 1)
+        assert other.stride() == (1, other.shape[0])
+        assert not any(size % 16 for size in (*one.shape, *other.shape))
+        assert {one.dtype, other.dtype} != {E5M2}
+        shapes.append((one.shape[0], other.shape[1]))
+        return scaled(one, other, **options)
+
+    def seen() -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        layer, x = nn.Linear(48, 80), torch.randn(4, 8, 48, requires_grad=True)
+        with computing_in(FP8, "cpu"):
+            output = layer(x)
+        output.square().sum().backward()
+        return output, x.grad, layer.weight.grad, layer.bias.grad
+
+    emulated = seen()
+    monkeypatch.setattr(devices, "lacks_float8", lambda _: "")
+    monkeypatch.setattr(torch, "_scaled_mm", checked)
+    for one, two in zip(seen(), emulated, strict=True):
+        # The sums may be rounded differently, and an output by one unit of bf16, which the gradient then sees.
+        assert float((one - two).detach().float().norm() / two.detach().float().norm()) < 2**-9
+    assert shapes == [(32, 80), (32, 48), (80, 48)]
+
+
 def test_rounding_keeps_the_largest_magnitude_and_is_within_the_formats_steps() -> None:
     torch.manual_seed(0)
     for dtype, step in ((E4M3, 2**-4), (E5M2, 2**-3)):
@@ -189,9 +219,10 @@ def fast(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_offered_only_if_asked_for_and_a_cpu_tells_why_it_is_left_out(
-    asked: None, monkeypatch: pytest.MonkeyPatch
+    asked: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = excluded_precisions("cpu")[FP8]
+    assert [record.getMessage() for record in caplog.records] == [f"the precision fp8 is left out: {reason}"]
     assert reason.startswith("there are no fast products of 8-bit floating-point numbers on cpu, where it is emulated")
     assert "x as long as in fp32" in reason
     assert useful_precisions("cpu") == (Precision.FP32, Precision.BF16)

@@ -162,7 +162,16 @@ def test_plan_scales_the_loss_exactly_if_a_unit_is_fp16(precision, scaled):
 
 
 def test_only_bf16_and_fp16_are_16_bit():
-    assert {precision for precision in Precision if precision.is_reduced} == {Precision.BF16, Precision.FP16}
+    assert {precision for precision in Precision if precision.is_16_bit} == {Precision.BF16, Precision.FP16}
+
+
+def test_a_plan_in_fp8_is_not_uniform_and_the_lowest_precision_is_a_16_bit_one():
+    plan = Plan(precision={"a": "fp8", "b": "fp8"})
+    assert plan.uniform_reduced is None
+    assert not plan.needs_loss_scaling
+    space = dataclasses.replace(SPACE, precisions=(Precision.FP32, Precision.FP8, Precision.BF16))
+    assert space.lowest_precision is Precision.BF16
+    assert dataclasses.replace(space, precisions=(Precision.FP32, Precision.FP8)).lowest_precision is Precision.FP32
 
 
 def test_plan_describes_itself_in_one_line():
@@ -357,8 +366,8 @@ def test_leanest_plan_recomputes_with_the_largest_k_and_a_reduced_precision(spac
     plan = space.leanest()
     assert plan.accumulation_steps == max(space.accumulation_choices)
     assert all(plan.storage_of(name) is space.storages[-1] for name in space.recomputable)
-    if any(precision.is_reduced for precision in space.precisions):
-        assert all(precision.is_reduced for precision in plan.precision.values())
+    if any(precision.is_16_bit for precision in space.precisions):
+        assert all(precision.is_16_bit for precision in plan.precision.values())
     assert space.check(plan) == plan
 
 
@@ -397,9 +406,11 @@ def test_space_without_recomputation_rejects_it():
 
 
 def test_precisions_and_storages_have_the_expected_properties():
-    assert [p.is_reduced for p in Precision] == [False, False, True, True]
-    assert [p.needs_loss_scaling for p in Precision] == [False, False, False, True]
-    assert [p.element_bytes for p in Precision] == [4, 4, 2, 2]
+    assert [p.is_reduced for p in Precision] == [False, False, True, True, True]
+    assert [p.needs_loss_scaling for p in Precision] == [False, False, False, True, False]
+    assert [p.element_bytes for p in Precision] == [4, 4, 2, 2, 1]
+    assert [p for p in Precision if p.asked_only] == ["fp8"]
+    assert [s for s in Storage if s.needs_accelerator] == ["offload"]
     assert [s for s in Storage if s.recomputes] == ["recompute"]
     assert [s for s in Storage if not s.exact] == ["compress8", "compress4"]
     assert len({s.label for s in Storage} | {s.act for s in Storage}) == 2 * len(Storage)

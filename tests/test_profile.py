@@ -45,7 +45,7 @@ def test_profile_round_trips_through_json(seed: int):
         ({"batching": "none"}, r"is damaged: batching is 'none'"),
         ({"units": []}, r"is damaged: a segment refers to unknown unit"),
         ({"speed": 1}, r"unknown key 'speed'"),
-        ({"precisions": ["fp8"]}, r"precisions\[0\] is 'fp8', .*\(allowed: inherit, fp32, bf16, fp16\)"),
+        ({"precisions": ["fp4"]}, r"precisions\[0\] is 'fp4', .*\(allowed: inherit, fp32, bf16, fp16, fp8\)"),
         ({"units": [{}]}, r"units\[0\].name is missing"),
     ],
 )

@@ -41,7 +41,11 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 def product(
-    first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+    first: tuple[torch.Tensor, torch.Tensor],
+    second: tuple[torch.Tensor, torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    is_fast: bool,
 ) -> torch.Tensor:
     """Return the matrix product of two rounded matrices.
 
@@ -49,12 +53,13 @@ def product(
         first: shape (m, n), and its scale.
         second: shape (n, l), and its scale.
         dtype: dtype of the result.
+        is_fast: whether the device has a fast path; otherwise the rounded numbers are multiplied in fp32.
 
     Returns:
         Shape (m, l).
     """
     (one, one_scale), (other, other_scale) = first, second
-    if devices.lacks_float8(one.device):
+    if not is_fast:
         return ((one.float() @ other.float()) * (one_scale * other_scale)).to(dtype)
     # cuBLASLt multiplies rows of the first matrix by columns of the second, each of which must be contiguous.
     one, other = one.contiguous(), other.t().contiguous().t()
@@ -66,13 +71,18 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, matrix: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+        ctx: Any,
+        matrix: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        is_fast: bool,
     ) -> torch.Tensor:
         found, scale = rounded(matrix, E4M3)
         ctx.save_for_backward(found, scale, weight)
-        ctx.dtypes = matrix.dtype, None if bias is None else bias.dtype
+        ctx.dtypes, ctx.is_fast = (matrix.dtype, None if bias is None else bias.dtype), is_fast
         own, own_scale = rounded(weight, E4M3)
-        result = product((found, scale), (own.t(), own_scale), dtype)
+        result = product((found, scale), (own.t(), own_scale), dtype, is_fast=is_fast)
         return result if bias is None else result + bias.to(dtype)
 
     @staticmethod
@@ -85,12 +95,12 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(gradient.device.type, enabled=False):
             found, found_scale = rounded(gradient, E5M2)
             if ctx.needs_input_grad[0]:
-                of_matrix = product((found, found_scale), rounded(weight, E4M3), dtype)
+                of_matrix = product((found, found_scale), rounded(weight, E4M3), dtype, is_fast=ctx.is_fast)
             if ctx.needs_input_grad[1]:
-                of_weight = product((found.t(), found_scale), (matrix, scale), weight.dtype)
+                of_weight = product((found.t(), found_scale), (matrix, scale), weight.dtype, is_fast=ctx.is_fast)
             if ctx.needs_input_grad[2]:
                 of_bias = gradient.float().sum(0).to(bias_dtype)
-        return of_matrix, of_weight, of_bias, None
+        return of_matrix, of_weight, of_bias, None, None
 
 
 class Linears(TorchFunctionMode):
@@ -101,11 +111,12 @@ class Linears(TorchFunctionMode):
 
     Args:
         dtype: dtype of the results.
+        device_type: type of the device that computes.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device_type: str) -> None:
         super().__init__()
-        self._dtype = dtype
+        self._dtype, self._is_fast = dtype, not devices.lacks_float8(device_type)
 
     def __torch_function__(
         self,
@@ -120,7 +131,7 @@ class Linears(TorchFunctionMode):
             tensor, weight, bias = found
             with torch.autocast(tensor.device.type, enabled=False):
                 matrix = tensor.reshape(-1, tensor.shape[-1])
-                result: torch.Tensor = _Linear.apply(matrix, weight, bias, self._dtype)  # type: ignore[no-untyped-call]
+                result: torch.Tensor = _Linear.apply(matrix, weight, bias, self._dtype, self._is_fast)  # type: ignore[no-untyped-call]
                 return result.view(*tensor.shape[:-1], weight.shape[0])
         return func(*args, **kwargs)
 

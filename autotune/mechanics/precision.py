@@ -6,6 +6,7 @@ linear layers multiply 8-bit numbers and all else runs under bf16 autocast.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,8 @@ from autotune.choices import REDUCED_PRECISIONS
 from autotune.mechanics import devices, known_precisions
 from autotune.mechanics.float8 import Linears
 from autotune.plan import Precision
+
+logger = logging.getLogger(__name__)
 
 DTYPES = MappingProxyType({precision: getattr(torch, precision.dtype) for precision in Precision if precision.dtype})
 _REDUCED = tuple(DTYPES[precision] for precision in REDUCED_PRECISIONS)
@@ -44,7 +47,7 @@ def computing_in(precision: Precision, device_type: str) -> Iterator[None]:
         with torch.autocast(device_type, enabled=False):
             yield
         return
-    layers = nullcontext() if precision.is_16_bit else Linears(DTYPES[precision])
+    layers = nullcontext() if precision.is_16_bit else Linears(DTYPES[precision], device_type)
     with torch.autocast(device_type, dtype=DTYPES[precision], cache_enabled=False), layers:
         yield
 
@@ -74,6 +77,9 @@ def excluded_precisions(device_type: str) -> Mapping[Precision, str]:
     considered = [one for one in REDUCED_PRECISIONS if _is_considered(one, named)]
     reasons = {precision: _reason_against(precision, device_type, named) for precision in considered}
     known_precisions.keep(device_type, {precision: reason for precision, reason in reasons.items() if reason})
+    for precision, reason in reasons.items():
+        if precision.asked_only and reason:
+            logger.warning("the precision %s is left out: %s", precision, reason)
     return excluded_precisions(device_type)
 
 
@@ -153,7 +159,7 @@ def _matrix_s(dtype: torch.dtype, device_type: str) -> float:
 
 def _float8_s(dtype: torch.dtype, device_type: str) -> float:
     factor = torch.ones(256, 256, device=device_type, requires_grad=True)
-    with nullcontext() if dtype is torch.float32 else Linears(dtype):
+    with nullcontext() if dtype is torch.float32 else Linears(dtype, device_type):
         return _fastest(lambda: torch.nn.functional.linear(factor, factor), device_type)
 
 
