@@ -218,10 +218,12 @@ class DeepSpeedEngine(TorchEngine):
     def _restrict_space(self) -> None:
         """Remove choices that ranks do not support; rank 0 decides, since the measured timings of ranks may differ."""
         space = self.space
-        precisions = tuple(precision for precision in space.precisions if not precision.needs_loss_scaling)
+        precisions = tuple(one for one in space.precisions if not one.needs_loss_scaling and not one.asked_only)
         for precision in Precision:
             if precision.needs_loss_scaling:
                 self.locks[f"precision {precision}"] = "DeepSpeed scales losses itself, which the tuner cannot control"
+            elif precision.asked_only and precision in space.precisions:
+                self.locks[f"precision {precision}"] = "DeepSpeed has linear layers of its own"
         choices = space.accumulation_choices
         if space.k_splits:
             choices = tuple(k for k in choices if k * self.world <= self.job.batch_size)

@@ -25,6 +25,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _MULTIPLE = 16
 # Smaller magnitudes count as this one, so that a tensor of zeros has a scale.
 _TINY = 1e-30
+# The function itself: others may put one of their own in its place.
+_LINEAR = F.linear
 _ONCE = "linear layers in fp8 have no second derivative; give their unit another precision"
 
 
@@ -127,7 +129,7 @@ class Linears(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch."""
         kwargs = dict(kwargs or {})
-        if func is F.linear and (found := _taken(*args, **kwargs)) is not None:
+        if func is _LINEAR and (found := _taken(*args, **kwargs)) is not None:
             tensor, weight, bias = found
             with torch.autocast(tensor.device.type, enabled=False):
                 matrix = tensor.reshape(-1, tensor.shape[-1])
