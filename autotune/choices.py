@@ -78,6 +78,8 @@ class Storage(StrEnum):
         recomputes: whether the backward pass repeats the unit's whole forward pass, for which it keeps the inputs.
         exact: whether gradients are bit-identical to those of ``save``.
         needs_accelerator: whether it moves activations out of a device's own memory.
+        compile_budget: what a compiled unit may keep beside its inputs, as a share of what makes it fastest; 0 for a
+            unit that is not compiled. Compiled units may be faster than saving ones.
     """
 
     label: str
@@ -87,12 +89,16 @@ class Storage(StrEnum):
     recomputes: bool
     exact: bool
     needs_accelerator: bool
+    compile_budget: float
 
     SAVE = "save", "kept", "saving"
+    COMPILED = "compiled", "compiled", "compiling", 0.9, -0.4, False, False, False, 1.0
     SELECTIVE = "selective", "partly recomputed", "recomputing in part", 0.6, 0.15
+    COMPILED50 = "compiled50", "compiled at half", "compiling at half", 0.4, 0.1, False, False, False, 0.5
     COMPRESS8 = "compress8", "compressed to 8 bits", "compressing to 8 bits", 0.3, 0.5, False, False
     COMPRESS4 = "compress4", "compressed to 4 bits", "compressing to 4 bits", 0.2, 0.5, False, False
     REBUILD = "rebuild", "mostly recomputed", "recomputing for the most part", 0.15, 0.7
+    COMPILED10 = "compiled10", "compiled at a tenth", "compiling at a tenth", 0.1, 0.3, False, False, False, 0.1
     OFFLOAD = "offload", "offloaded", "offloading", 0.1, 0.8, False, True, True
     RECOMPUTE = "recompute", "recomputed", "recomputing", 0.0, 1.0, True
 
@@ -106,18 +112,20 @@ class Storage(StrEnum):
         recomputes: bool = False,
         exact: bool = True,
         needs_accelerator: bool = False,
+        compile_budget: float = 0.0,
     ) -> Storage:
         """Make a member with its properties."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.label, member.act = label, act
         member.kept_frac, member.extra_forwards, member.recomputes = kept_frac, extra_forwards, recomputes
-        member.exact, member.needs_accelerator = exact, needs_accelerator
+        member.exact, member.needs_accelerator, member.compile_budget = exact, needs_accelerator, compile_budget
         return member
 
 
 STORAGES = tuple(Storage)
 EXACT_STORAGES = tuple(storage for storage in Storage if storage.exact)
+COMPILED_STORAGES = tuple(storage for storage in Storage if storage.compile_budget)
 # Environment variable that names the storages that plans may choose; worker processes find it, too.
 STORAGES_VARIABLE = "AUTOTUNE_STORAGES"
 # The storages of a space for which no others were asked.

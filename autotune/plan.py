@@ -135,6 +135,11 @@ class Plan:
         return tuple(name for name, choice in self.storage.items() if choice.recomputes)
 
     @property
+    def compiles(self) -> bool:
+        """Return whether the plan has units that are compiled when they are first called under it."""
+        return any(choice.compile_budget for choice in self.storage.values())
+
+    @property
     def by_storage(self) -> Mapping[Storage, tuple[str, ...]]:
         """Return the names of the units with each storage but ``save``, in the order of ``STORAGES``."""
         found = {one: tuple(name for name, own in self.storage.items() if own is one) for one in STORAGES}

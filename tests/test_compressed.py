@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from autotune import EngineOptions, InputError, JobError, Plan, Storage, TorchEngine
+from autotune.choices import COMPILED_STORAGES, EXACT_STORAGES
 from autotune.mechanics import controls
 from autotune.mechanics.compressed import _rounded, mask_in_bits
 from autotune.mechanics.storages import offered
 from autotune.profiling.profiler import ProfilerOptions, profile
 
-COMPRESSED = [storage for storage in Storage if not storage.exact]
+UNCOMPILED = [one for one in Storage if one not in COMPILED_STORAGES and not one.needs_accelerator]
+COMPRESSED = [storage for storage in UNCOMPILED if not storage.exact]
 # The relative error of the gradient that each storage may cause in these blocks.
 LIMITS = {"compress8": 0.02, "compress4": 0.3}
 
@@ -216,13 +218,17 @@ def test_only_exact_storages_are_offered_unless_others_are_asked_for(monkeypatch
     monkeypatch.setenv("AUTOTUNE_STORAGES", "compress4")
     assert offered(["selective"]) == ("save", "compress4", "recompute")
     monkeypatch.setenv("AUTOTUNE_STORAGES", "zip")
-    with pytest.raises(InputError, match=r"AUTOTUNE_STORAGES: names 'zip' \(allowed: save, selective, compress8"):
+    with pytest.raises(
+        InputError, match=r"AUTOTUNE_STORAGES: names 'zip' \(allowed: save, compiled, selective, compiled50, compress8"
+    ):
         offered(None)
 
 
 @pytest.mark.parametrize("storages", ["recompute", ["zip"], [3], 3])
 def test_a_job_with_other_storages_is_refused(storages: object) -> None:
-    with pytest.raises(JobError, match=r"storages is .*allowed: a list of some of save, selective, compress8"):
+    with pytest.raises(
+        JobError, match=r"storages is .*allowed: a list of some of save, compiled, selective, compiled50, compress8"
+    ):
         tiny_job.make(storages=storages)
 
 
@@ -238,7 +244,7 @@ def test_training_goes_on_nearly_as_without_compression(storage: Storage) -> Non
     losses = {}
     for choice in (Storage.SAVE, storage):
         engine = TorchEngine(
-            replace(tiny_job.make(), storages=list(Storage)), options=EngineOptions(discard_steps=0, meter_memory=False)
+            replace(tiny_job.make(), storages=UNCOMPILED), options=EngineOptions(discard_steps=0, meter_memory=False)
         )
         engine.apply(engine.space.plan(accumulation_steps=1, precision="fp32", storage=choice))
         losses[choice] = engine.run(30).loss
@@ -264,11 +270,10 @@ class WideNetwork(tiny_job.Network):
 
 def test_a_profile_tells_the_error_of_the_gradient_and_leaves_out_what_puts_it_too_far_off() -> None:
     options = ProfilerOptions.lean()
-    anywhere = tuple(storage for storage in Storage if not storage.needs_accelerator)
-    found = profile(tiny_job.make(storages=anywhere), device_name="here", options=options)
-    assert found.space.storages == anywhere
+    found = profile(tiny_job.make(storages=UNCOMPILED), device_name="here", options=options)
+    assert found.space.storages == tuple(UNCOMPILED)
     told = [warning for warning in found.warnings if "puts the gradient of a step off by" in warning]
     assert [warning.split()[0] for warning in told] == COMPRESSED
-    found = profile(tiny_job.make(model=WideNetwork, storages=list(Storage)), device_name="here", options=options)
-    assert found.space.storages == tuple(storage for storage in anywhere if storage.exact)
+    found = profile(tiny_job.make(model=WideNetwork, storages=UNCOMPILED), device_name="here", options=options)
+    assert found.space.storages == tuple(storage for storage in UNCOMPILED if storage.exact)
     assert sum("more than 50%, so no plan may use it" in warning for warning in found.warnings) == 2

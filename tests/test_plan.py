@@ -412,7 +412,8 @@ def test_precisions_and_storages_have_the_expected_properties():
     assert [p for p in Precision if p.asked_only] == ["fp8"]
     assert [s for s in Storage if s.needs_accelerator] == ["offload"]
     assert [s for s in Storage if s.recomputes] == ["recompute"]
-    assert [s for s in Storage if not s.exact] == ["compress8", "compress4"]
+    assert [s for s in Storage if not s.exact] == ["compiled", "compiled50", "compress8", "compress4", "compiled10"]
+    assert [s.compile_budget for s in Storage if s.compile_budget] == [1.0, 0.5, 0.1]
     assert len({s.label for s in Storage} | {s.act for s in Storage}) == 2 * len(Storage)
     assert all(pickle.loads(pickle.dumps(choice)) is choice for choice in (*Precision, *Storage))
 

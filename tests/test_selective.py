@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from autotune import EngineOptions, Plan, Storage, TorchEngine
-from autotune.choices import DEFAULT_STORAGES
+from autotune.choices import COMPILED_STORAGES, DEFAULT_STORAGES
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.mechanics import controls
 from autotune.mechanics.recorded_graph import GroupFacts, kept_groups
-from autotune.mechanics.selective import _has_compiled_code
+from autotune.mechanics.selective import has_compiled_code
 from autotune.profiling.profiler import ProfilerOptions, profile
 
+UNCOMPILED = [storage for storage in Storage if storage not in COMPILED_STORAGES]
 PARTIAL = [Storage.SELECTIVE, Storage.REBUILD]
 
 
@@ -293,7 +294,7 @@ def test_fewer_bytes_stay(name: str, selective: float, rebuild: float) -> None:
     assert kept_bytes(model, Storage.REBUILD) <= rebuild * most
 
 
-@pytest.mark.parametrize("storage", [one for one in Storage if one not in DEFAULT_STORAGES])
+@pytest.mark.parametrize("storage", [one for one in UNCOMPILED if one not in DEFAULT_STORAGES])
 def test_a_written_weight_is_refused_as_without_a_plan(storage: Storage) -> None:
     model = Model(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
     controls.apply(model, Plan(storage={"unit": storage}))
@@ -421,7 +422,7 @@ def test_training_is_the_same_to_the_bit_with_the_storage_changed_before_every_s
     states = []
     for changes in (False, True):
         engine = TorchEngine(
-            tiny_job.make(storages=list(Storage)), options=EngineOptions(discard_steps=0, meter_memory=False)
+            tiny_job.make(storages=UNCOMPILED), options=EngineOptions(discard_steps=0, meter_memory=False)
         )
         base = engine.space.plan(accumulation_steps=2, precision=precision)
         for step in range(12):
@@ -476,7 +477,7 @@ def test_a_unit_with_compiled_code_keeps_running_it(kind: str) -> None:
 
     model = Model(Block())
     expected = pass_of(model, Plan())
-    assert _has_compiled_code(model)
+    assert has_compiled_code(model)
     for storage in PARTIAL:
         found = pass_of(model, Plan(storage={"unit": storage}))
         assert all(map(torch.equal, expected, found))
@@ -545,7 +546,7 @@ def convolution_batches(seed: int) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["transformer", "convolutions"])
 def test_peaks_of_mixed_plans_are_predicted(kind: str) -> None:
-    job = tiny_job.make(storages=list(Storage), accumulation_choices=(1, 2))
+    job = tiny_job.make(storages=UNCOMPILED, accumulation_choices=(1, 2))
     if kind == "convolutions":
         job = replace(
             job,

@@ -21,7 +21,7 @@ from autotune.mechanics.activations import uncopyable_argument
 from autotune.mechanics.buffers import copy_buffers, undo_writes
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
-from autotune.mechanics.storages import offered
+from autotune.mechanics.storages import excluded, offered
 from autotune.own_loop import require_stepped
 from autotune.plan import PlanSpace, Precision, Storage
 from autotune.units import Unit, units_of
@@ -52,7 +52,7 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
 
     Returns:
         The space with units in forward order, and a reason for each locked choice (``accumulation_steps``,
-        ``precision``, ``borders``, ``storage``).
+        ``precision``, ``borders``, ``storage`` and, for one of them, ``storage NAME``).
 
     Raises:
         JobError: if the loss raises, is not a scalar tensor or has no gradient, or the count is wrong.
@@ -276,9 +276,8 @@ def accumulation_choices(job: Job, model: nn.Module, locks: dict[str, str]) -> t
 
 def _storages(job: Job, model: nn.Module, locks: dict[str, str]) -> tuple[Storage, ...]:
     reason = devices.lacks_copies_beside(_device_type(model))
-    found = offered(job.storages, reason)
-    locks |= {f"storage {storage}": reason for storage in offered(job.storages) if storage not in found}
-    return found
+    locks |= {f"storage {storage}": why for storage, why in excluded(job.storages, reason).items()}
+    return offered(job.storages, reason)
 
 
 def _precisions(model: nn.Module, locks: dict[str, str]) -> tuple[Precision, ...]:

@@ -28,6 +28,7 @@ from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, devices, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
+from autotune.mechanics.compiled_units import compilations
 from autotune.mechanics.energy_meter import EnergyMeter, find_meter
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, MonitorState
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
@@ -113,7 +114,7 @@ class TorchEngine(EngineBase):
         energy: the device's energy meter.
         called: the object with which the job's loss is computed: the model, or a wrapper of it.
         recovers: whether a step that raised can be undone; otherwise its exception is raised.
-        settling_steps: number of steps under a plan after which its memory no longer changes.
+        settling_steps: number of steps under any plan after which its memory no longer changes.
 
     Raises:
         JobError: if the job's model, batches or loss cannot be used; the message says which.
@@ -297,7 +298,7 @@ class TorchEngine(EngineBase):
             devices.release(self.device)
             window.fail(Failure.OUT_OF_MEMORY, problem)
             return
-        attempt = _Attempt(self, batches, sample=sample)
+        attempt, compiled = _Attempt(self, batches, sample=sample), compilations().versions
         try:
             with self.metering(batches) as metered:
                 attempt.accumulate(metered=metered)
@@ -324,6 +325,7 @@ class TorchEngine(EngineBase):
             devices.release(self.device)
             window.fail(failure, problem)
             return
+        attempt.representative = attempt.representative and compilations().versions == compiled
         drop_constants(self.model, undo.buffers)
         if not attempt.stepped and not attempt.overflowed:
             write_buffers(self.model, undo.buffers)
@@ -394,7 +396,7 @@ class TorchEngine(EngineBase):
         """
         size = tensor_bytes(tensors(batches))
         known = self._peaks.get(self.plan, (0, 0))
-        unsettled = self.progress.steps == 0 or self._steps_under_plan < self.settling_steps
+        unsettled = self.progress.steps == 0 or self._steps_under_plan < self.settling()
         meters = self.options.meter_memory and self._meter.available
         if not meters or unsettled or size <= known[1]:
             yield False
@@ -406,6 +408,10 @@ class TorchEngine(EngineBase):
             self._peaks[self.plan] = max(known[0], int(self.agreed(self._meter.peak_bytes))), size
         if self._meter.reserved_bytes is not None:
             self._reserved[self.plan] = int(self.agreed(self._meter.reserved_bytes))
+
+    def settling(self) -> int:
+        """Return the number of steps under the plan after which its memory no longer changes."""
+        return max(self.settling_steps, int(self.plan.compiles))
 
     def resident(self, batches: Sequence[Any]) -> list[torch.Tensor]:
         """Return the tensors that are alive before a step begins."""

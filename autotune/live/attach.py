@@ -365,7 +365,7 @@ def _space(
 
 def _storages(model: nn.Module, settings: Settings, locks: dict[str, str]) -> tuple[Storage, ...]:
     """Return the storages that plans may choose; note the others that were asked for in ``locks``."""
-    asked = offered(settings.storages)
+    asked = offered(settings.storages, devices.lacks_copies_beside(devices.device_of(model)))
     spread = is_spread(model)
     for storage in asked:
         if not storage.exact:

@@ -20,10 +20,9 @@ from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.ambient import interception, recorded, transformed
 from autotune.mechanics.buffers import forget_constants, forget_copies
 from autotune.mechanics.loop_signals import any_error
-from autotune.mechanics.precision import canonical, computing_in
+from autotune.mechanics.precision import InPrecision
 from autotune.mechanics.stand_ins import StandIn
 from autotune.mechanics.storages import ACTS
-from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision, Storage
 
 
@@ -73,19 +72,9 @@ class ControlledForward(StandIn):
 
     def _bind(self, precision: Precision) -> Callable[..., Any]:
         """Return the forward in a fixed precision, so that a later switch does not affect a live graph."""
-        original, passes = self.original, self.passes_16_bit
         if precision is Precision.INHERIT:
-            return original
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if precision is Precision.FP32:
-                # Under the user's own autocast, a unit can receive 16-bit inputs.
-                args, kwargs = canonical(args), canonical(kwargs)
-            with computing_in(precision, _device_type(self.module, args, kwargs)):
-                outputs = original(*args, **kwargs)
-                return outputs if passes else canonical(outputs)
-
-        return run
+            return self.original
+        return InPrecision(self.module, self.original, precision, self.passes_16_bit)
 
     def release(self) -> None:
         """Restore the module's former forward, if this one is still in place; this one then only calls the former."""
@@ -364,11 +353,3 @@ def _set(
     forward.precision = precision
     forward.storage = storage
     forward.passes_16_bit = passes_16_bit
-
-
-def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return the device type of a unit's parameters or, if it has none, of its arguments."""
-    found: torch.Tensor | None = next(module.parameters(), None)
-    if found is None:
-        found = next(iter(tensors((args, dict(kwargs)))), None)
-    return "cpu" if found is None else found.device.type

@@ -10,15 +10,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from autotune.choices import REDUCED_PRECISIONS
 from autotune.mechanics import devices, known_precisions
 from autotune.mechanics.float8 import Linears
+from autotune.mechanics.trees import tensors
 from autotune.plan import Precision
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,32 @@ def computing_in(precision: Precision, device_type: str) -> Iterator[None]:
     layers = nullcontext() if precision.is_16_bit else Linears(DTYPES[precision], device_type)
     with torch.autocast(device_type, dtype=DTYPES[precision], cache_enabled=False), layers:
         yield
+
+
+@dataclass(frozen=True, slots=True)
+class InPrecision:
+    """A unit's forward in a fixed precision, which a later switch does not change.
+
+    Attributes:
+        module: the unit.
+        original: its forward in the precision of its caller.
+        precision: the precision, not ``inherit``.
+        passes_16_bit: whether 16-bit outputs are returned without a cast to fp32.
+    """
+
+    module: nn.Module
+    original: Callable[..., Any]
+    precision: Precision
+    passes_16_bit: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        if self.precision is Precision.FP32:
+            # Under the user's own autocast, a unit can receive 16-bit inputs.
+            args, kwargs = canonical(args), canonical(kwargs)
+        with computing_in(self.precision, _device_type(self.module, args, kwargs)):
+            outputs = self.original(*args, **kwargs)
+            return outputs if self.passes_16_bit else canonical(outputs)
 
 
 def canonical(tree: Any) -> Any:
@@ -179,3 +208,11 @@ def _fastest(run: Callable[[], torch.Tensor], device_type: str) -> float:
         devices.synchronize(device_type)
         best = min(best, time.perf_counter() - start)
     return best
+
+
+def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return the device type of a unit's parameters or, if it has none, of its arguments."""
+    found: torch.Tensor | None = next(module.parameters(), None)
+    if found is None:
+        found = next(iter(tensors((args, dict(kwargs)))), None)
+    return "cpu" if found is None else found.device.type

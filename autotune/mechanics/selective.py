@@ -315,7 +315,7 @@ def selective(
         costly: whether matrix products and convolutions may be repeated, too; attention is not.
     """
     if unit.compiled is None:
-        unit.compiled = _has_compiled_code(unit.module)
+        unit.compiled = has_compiled_code(unit.module)
     if unit.compiled or not unit.may_repeat():
         return forward(*args, **kwargs)
     recorder = _Recorder(unit, costly=costly)
@@ -333,7 +333,7 @@ def selective(
 _STRANGER = _Value(-1, (), None, 0, None)
 
 
-def _has_compiled_code(module: nn.Module) -> bool:
+def has_compiled_code(module: nn.Module) -> bool:
     """Return whether a part of a module is compiled, or names a compiled function: a mode would run it uncompiled."""
     for part in module.modules():
         if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:

@@ -12,9 +12,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from autotune.choices import DEFAULT_STORAGES, STORAGES, STORAGES_VARIABLE, Storage
+from autotune.choices import COMPILED_STORAGES, DEFAULT_STORAGES, STORAGES, STORAGES_VARIABLE, Storage
 from autotune.errors import InputError
 from autotune.mechanics.activations import Recomputation
+from autotune.mechanics.compiled_units import compiled, missing_compiler
 from autotune.mechanics.compressed import compressed
 from autotune.mechanics.offloaded import offloaded
 from autotune.mechanics.selective import selective
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 # Every storage but ``save``, which calls the forward as it is.
 ACTS: Mapping[Storage, StorageAct] = {
+    **{one: functools.partial(compiled, budget=one.compile_budget) for one in COMPILED_STORAGES},
     Storage.SELECTIVE: functools.partial(selective, costly=False),
     Storage.COMPRESS8: functools.partial(compressed, bits=8),
     Storage.COMPRESS4: functools.partial(compressed, bits=4),
@@ -52,6 +54,8 @@ ACTS: Mapping[Storage, StorageAct] = {
 def offered(asked: Iterable[str] | None, no_copies_beside: str = "") -> tuple[Storage, ...]:
     """Return the storages that plans may choose, from the fastest to the leanest, ``save`` and ``recompute`` included.
 
+    Storages that :func:`excluded` names are left out.
+
     Args:
         asked: further storages of a job; ``None`` for none. The environment variable ``AUTOTUNE_STORAGES`` decides
             instead if it is set, such as ``selective,compress8``.
@@ -61,17 +65,37 @@ def offered(asked: Iterable[str] | None, no_copies_beside: str = "") -> tuple[St
     Raises:
         InputError: if the variable names something else than a storage.
     """
+    names, barred = _named(asked), excluded(asked, no_copies_beside)
+    for storage, reason in barred.items():
+        _warn_once(f"the storage {storage} is left out: {reason}")
+    return tuple(one for one in STORAGES if (one in names or one in DEFAULT_STORAGES) and one not in barred)
+
+
+def excluded(asked: Iterable[str] | None, no_copies_beside: str = "") -> dict[Storage, str]:
+    """Return the storages that were asked for but that this machine lacks the means for, each with the reason.
+
+    Args:
+        asked: as for :func:`offered`.
+        no_copies_beside: as for :func:`offered`.
+
+    Raises:
+        InputError: as :func:`offered` does.
+    """
+    wanted = [storage for storage in STORAGES if storage in _named(asked)]
+    uncompiled = (missing_compiler() or "") if any(one in COMPILED_STORAGES for one in wanted) else ""
+    reasons = {
+        one: uncompiled if one in COMPILED_STORAGES else no_copies_beside * one.needs_accelerator for one in wanted
+    }
+    return {storage: reason for storage, reason in reasons.items() if reason}
+
+
+def _named(asked: Iterable[str] | None) -> set[str]:
+    """Return the names of the storages that were asked for."""
     text = os.environ.get(STORAGES_VARIABLE, "").strip()
     names = {name.strip() for name in text.split(",")} if text else set(asked or ())
     for name in sorted(names.difference(STORAGES)):
         raise InputError(f"names {name!r}", where=STORAGES_VARIABLE, allowed=list(STORAGES))
-    wanted = tuple(storage for storage in STORAGES if storage in names or storage in DEFAULT_STORAGES)
-    if not no_copies_beside:
-        return wanted
-    for storage in wanted:
-        if storage.needs_accelerator:
-            _warn_once(f"the storage {storage} is left out: {no_copies_beside}")
-    return tuple(storage for storage in wanted if not storage.needs_accelerator)
+    return names
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from autotune.choices import REDUCED_PRECISIONS
+from autotune.choices import COMPILED_STORAGES, REDUCED_PRECISIONS
 from autotune.cost_model.device_table import DeviceSpec
 from autotune.cost_model.profile import Profile
 from autotune.engines.job_checks import accumulation_choices, ask, build_model, build_optimizer
@@ -100,7 +100,10 @@ def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], Non
         assemble(record, run.space),
         seconds=time.perf_counter() - began,
         steps=0,
-        warnings=(f"estimated from published figures ({device.source}); nothing was measured",),
+        warnings=(
+            f"estimated from published figures ({device.source}); nothing was measured",
+            *(f"{one} cannot be estimated, only profiled" for one in offered(job.storages) if one in COMPILED_STORAGES),
+        ),
         estimated=True,
     )
 
@@ -159,7 +162,8 @@ class _FakeRun:
             accumulation_choices=accumulation_choices(job, model, {}),
             precisions=(Precision.INHERIT,) if lowered else self._device.precisions,
             k_splits=job.batching == "fixed",
-            storages=offered(job.storages, _NO_COPIES),
+            # Fake tensors cannot be compiled for a device that is not here.
+            storages=tuple(one for one in offered(job.storages, _NO_COPIES) if one not in COMPILED_STORAGES),
         )
 
     def static_bytes(self) -> int:

@@ -15,16 +15,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autotune.choices import COMPILED_STORAGES
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.time_model import calibrated
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import JobError
 from autotune.job import Job
 from autotune.measurement import Failure
+from autotune.mechanics.compiled_units import compilations
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, StepTrace, rest_of
-from autotune.plan import Plan, PlanSpace
+from autotune.plan import Plan, PlanSpace, Storage
 from autotune.profiling.attribution import attribute
+from autotune.profiling.compile_probe import uncompiled
 from autotune.profiling.gradient_error import squared_errors, storage_errors
 from autotune.profiling.homogeneous_plans import (
     UPDATE,
@@ -57,6 +60,8 @@ _AGREEMENT = 1.3
 # A storage that puts the gradient off by more than this share of its norm is not used. The gradients of two batches
 # differ by more than this in most runs.
 _MOST_ERROR = 0.5
+# Smaller errors are told as smaller than this.
+_LEAST_TOLD = 0.001
 _NO_ROOM = "a rank ran out of memory"
 
 
@@ -138,7 +143,7 @@ class _Profiler:
         on_progress: Callable[[float], None] | None,
         make_engine: Callable[..., WatchedEngine],
     ) -> None:
-        self._began = time.perf_counter()
+        self._began, self._compiled = time.perf_counter(), compilations()
         self._job = job
         self._device_name = device_name
         self._options = options
@@ -182,6 +187,7 @@ class _Profiler:
         self._warn_of_ks(result.accumulation_choices)
         result = self._calibrate(result)
         engine.close()
+        self._tell_compilations()
         self._report(1.0)
         return replace(
             result,
@@ -206,6 +212,12 @@ class _Profiler:
         if outside:
             self._warnings.append(f"k = {', '.join(map(str, outside))} could not be interpolated, and is left out")
 
+    def _tell_compilations(self) -> None:
+        now, then = compilations(), self._compiled
+        if now != then:
+            versions, seconds = now.versions - then.versions, now.seconds - then.seconds
+            self._warnings.append(f"compiling took {seconds:.0f} s for {versions} versions of units, in no step's time")
+
     # Traces and times of homogeneous plans.
 
     def _warm_up(self) -> None:
@@ -228,14 +240,19 @@ class _Profiler:
         raise JobError(f"the first step ends with {failure}: {detail}", where="job")
 
     def _judge_storages(self) -> None:
-        """Tell how far inexact storages put the gradient off, and leave out those that put it off too far."""
+        """Tell how far inexact storages put the gradient off, and leave out those that put it off too far.
+
+        Also tell which units are left uncompiled, and leave out what compiles none.
+        """
+        for storage in [one for one in self._engine.space.storages if one in COMPILED_STORAGES]:
+            self._judge_compiled(storage)
         for storage, error in storage_errors(self._engine).items():
             size = f"{error:.1%}" if error < _MOST_ERROR else f"more than {_MOST_ERROR:.0%}"
+            size = size if error >= _LEAST_TOLD else f"less than {_LEAST_TOLD:.1%}"
             told = f"{storage} in all units puts the gradient of a step off by {size}"
             # Ranks must profile the same storages.
             if self._engine.decided(not error <= _MOST_ERROR):
-                space = self._engine.space
-                self._engine.space = replace(space, storages=tuple(one for one in space.storages if one != storage))
+                self._engine.leave_out_storage(storage)
                 told += ", so no plan may use it"
             self._warnings.append(told)
 
@@ -254,6 +271,17 @@ class _Profiler:
                 )
                 told += ", so no plan may use it"
             self._warnings.append(told)
+
+    def _judge_compiled(self, storage: Storage) -> None:
+        engine, reasons = self._engine, uncompiled(self._engine, storage)
+        # Ranks must profile the same storages.
+        if engine.decided(len(reasons) == len(engine.space.recomputable)):
+            engine.leave_out_storage(storage)
+            self._warnings.append(f"{storage} compiles no unit, so no plan may use it: {next(iter(reasons.values()))}")
+            return
+        for reason in dict.fromkeys(reasons.values()):
+            names = ", ".join(name for name, own in reasons.items() if own == reason)
+            self._warnings.append(f"{storage} leaves {names} uncompiled, which then save: {reason}")
 
     def _observe(self) -> dict[PlanName, PlanSteps]:
         """Trace and time the homogeneous plans; leave out units whose calls vary between steps, with a warning."""

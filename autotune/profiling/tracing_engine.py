@@ -15,11 +15,12 @@ from autotune.errors import InputError
 from autotune.job import Job
 from autotune.measurement import Measurement
 from autotune.mechanics import controls, devices
+from autotune.mechanics.compiled_units import compilations
 from autotune.mechanics.devices import stamp_for
 from autotune.mechanics.memory_meter import collection_paused, tensor_bytes
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch, seconds_by_place
 from autotune.mechanics.trees import tensors
-from autotune.plan import Plan
+from autotune.plan import Plan, Storage
 
 Value = TypeVar("Value")
 
@@ -85,8 +86,8 @@ class WatchedEngine(TorchEngine):
 
     def traced(self) -> tuple[Measurement, StepTracer]:
         """Run one step and trace its memory."""
-        if self.settling_steps:
-            self.run(self.settling_steps)
+        if self.settling():
+            self.run(self.settling())
         if devices.is_accelerator(self.device):
             # Memory left by earlier steps in reference cycles or in the cache must not count.
             devices.release(self.device)
@@ -98,7 +99,11 @@ class WatchedEngine(TorchEngine):
             self.tracer = self.watch = None
 
     def timed(self) -> tuple[Measurement, dict[tuple[Phase, int], float], tuple[str, ...]]:
-        """Run one step; return its measurement, its seconds by phase and segment, and the units called, in order."""
+        """Run one step; return its measurement, its seconds by phase and segment, and the units called, in order.
+
+        A step that compiled is followed by another one.
+        """
+        compiled = compilations()
         watch = self.watch = StepWatch(self.model, self._unit_names(), stamp_for(self.device))
         try:
             window = self.run(1)
@@ -106,6 +111,8 @@ class WatchedEngine(TorchEngine):
             self.watch = None
         if window.failure is not None:
             return window, {}, ()
+        if compilations() != compiled:
+            return self.timed()
         return window, seconds_by_place(watch, self.device), tuple(watch.calls[0])
 
     def apply_with(self, plan: Plan, *, fp32_borders: bool) -> None:
@@ -147,6 +154,10 @@ class WatchedEngine(TorchEngine):
         units = tuple(unit for unit in self.space.units if unit.name not in names)
         self.space = replace(self.space, units=units)
         self.apply(self.space.baseline())
+
+    def leave_out_storage(self, storage: Storage) -> None:
+        """Exclude a storage from all plans from now on."""
+        self.space = replace(self.space, storages=tuple(one for one in self.space.storages if one is not storage))
 
     def _unit_names(self) -> list[str]:
         return [unit.name for unit in self.space.units]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from autotune.choices import STORAGES
+from autotune.choices import COMPILED_STORAGES, STORAGES
 from autotune.cost_model.profile import Boundary, Cost, StepTable
 from autotune.plan import PlanSpace, Storage
 from autotune.units import Unit
@@ -71,10 +71,14 @@ def most(costs: Sequence[Cost]) -> Cost:
 
 
 def none_faster_than_saving(costs: Mapping[str, Cost]) -> dict[str, Cost]:
-    """Return the costs with every storage taking at least as long as saving: a shorter time can only be noise."""
+    """Return the costs with every storage taking at least as long as saving: a shorter time can only be noise.
+
+    Compiled units may be faster.
+    """
     raised = dict(costs)
     for name, cost in costs.items():
-        saving = costs.get(f"{name.partition('/')[0]}/{Storage.SAVE}")
+        precision, _, storage = name.partition("/")
+        saving = None if storage in COMPILED_STORAGES else costs.get(f"{precision}/{Storage.SAVE}")
         if saving is not None and cost.seconds < saving.seconds:
             raised[name] = replace(cost, backward_s=cost.backward_s + saving.seconds - cost.seconds)
     return raised
