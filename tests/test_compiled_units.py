@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import tiny_job
@@ -15,6 +16,7 @@ from autotune.choices import COMPILED_STORAGES
 from autotune.cost_model.device_table import find_device
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Cost
+from autotune.engines.isolated_engine import IsolatedEngine, Patience
 from autotune.mechanics import controls
 from autotune.mechanics.compiled_units import compilations, refusal
 from autotune.mechanics.storages import excluded, offered
@@ -148,6 +150,25 @@ def test_a_unit_that_is_compiled_anew_in_every_call_is_left_uncompiled() -> None
         assert torch.allclose(output, model["unit"].weight.sum().expand(2, 8) * calls)
     assert compilations().versions == before + 3
     assert "compiled anew" in str(refusal(model["unit"], 1.0))
+
+
+@pytest.mark.slow
+def test_a_child_process_has_time_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTUNE_STORAGES", "compiled10")
+    # Nothing that was compiled before is found.
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    patience = Patience(opening_s=300.0, first_s=600.0, factor=1.0, grace_s=0.1)
+    engine = IsolatedEngine(str(Path(__file__).parent / "tiny_job.py") + ":job", options=PLAIN, patience=patience)
+    try:
+        assert engine.run(2).failure is None
+        base = engine.space.baseline()
+        engine.apply(base.changed(storage=dict.fromkeys(NAMES, "compiled10")))
+        window = engine.run(2)
+        assert (window.failure, len(window.step_s)) == (None, 1)
+        # Far longer than the limit of a window whose steps only train.
+        assert window.total_s > 0.1 + 2 * 1.0 * engine.run(2).total_s
+    finally:
+        engine.close()
 
 
 def test_without_a_compiler_no_plan_compiles() -> None:

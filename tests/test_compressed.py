@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autotune import EngineOptions, InputError, JobError, Plan, Storage, TorchEngine
-from autotune.choices import COMPILED_STORAGES, EXACT_STORAGES
+from autotune.choices import COMPILED_STORAGES
 from autotune.mechanics import controls
 from autotune.mechanics.compressed import _rounded, mask_in_bits
 from autotune.mechanics.storages import offered

@@ -211,7 +211,7 @@ GOOD = {
         ({"precision": None}, r"precision is None \(allowed: an object\)"),
         (
             {"storage": {"a": "elsewhere"}},
-            r"storage.a is 'elsewhere' \(allowed: save, selective, .*recompute\)",
+            r"storage.a is 'elsewhere' \(allowed: save, compiled, .*recompute\)",
         ),
         ({"storage": "save"}, r"storage is 'save' \(allowed: an object\)"),
         ({"launch": []}, r"launch is \[\] \(allowed: an object\)"),

@@ -31,7 +31,8 @@ class Patience:
 
     Attributes:
         opening_s: seconds for building the model.
-        first_s: seconds for a window if no step time is predicted or measured yet, and for any other call.
+        first_s: seconds for a window if no step time is predicted or measured yet or its plan compiles units, and for
+            any other call.
         factor: a window's limit as a multiple of its steps at the predicted or, if longer, the slowest measured time.
         grace_s: seconds added to that limit.
     """
@@ -229,4 +230,5 @@ class IsolatedEngine(EngineBase):
         step_s = max(predicted or 0.0, self._slowest_s)
         if not step_s or not math.isfinite(step_s):
             return self._patience.first_s
-        return self._patience.grace_s + self._patience.factor * steps * step_s
+        usual = self._patience.grace_s + self._patience.factor * steps * step_s
+        return max(usual, self._patience.first_s) if self.plan.compiles else usual

@@ -210,7 +210,7 @@ def _drawing_once() -> Any:
         def __call__(self, graph: fx.Graph) -> None:
             for node in graph.nodes:
                 if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                    node.meta.update(recompute=CheckpointPolicy.MUST_SAVE)
 
         def uuid(self) -> Any:
             return "autotune keeps what random operations draw, 1"
