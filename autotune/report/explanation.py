@@ -215,7 +215,9 @@ def unit_costs(profile: Profile, plan: Plan) -> dict[str, str]:
         if saving is not None:
             for storage, (seconds, kept_bytes) in totals.items():
                 saved, paid = format_bytes(max(saving[1] - kept_bytes, 0)), (seconds - saving[0]) * 1e3
-                text += f"; {storage.act} saves {saved} " + (f"for {paid:.1f} ms" if paid >= 0 else f"and {-paid:.1f} ms")
+                text += f"; {storage.act} saves {saved} " + (
+                    f"for {paid:.1f} ms" if paid >= 0 else f"and {-paid:.1f} ms"
+                )
         texts[unit.name] = text
     return texts
 
