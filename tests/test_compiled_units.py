@@ -153,6 +153,7 @@ def test_a_unit_that_is_compiled_anew_in_every_call_is_left_uncompiled() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_child_process_has_time_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOTUNE_STORAGES", "compiled10")
     # Nothing that was compiled before is found.
@@ -203,6 +204,7 @@ def test_only_compiled_units_may_be_faster_than_saving_ones() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_peaks_of_plans_with_compiled_units_are_predicted() -> None:
     job = tiny_job.make(storages=["compiled", "compiled10"], accumulation_choices=(1, 2))
     found = profile(job, device_name="here", options=ProfilerOptions.lean())
