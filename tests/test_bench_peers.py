@@ -103,6 +103,7 @@ def test_every_setting_of_a_peer_is_tried_at_every_k_and_the_plain_model_always(
 
 def test_plans_belong_to_all_families_that_offer_their_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     allow("fp32", monkeypatch)
+    monkeypatch.setenv("AUTOTUNE_STORAGES", "selective,compress8")
     job = comparable(tiny_job.make(accumulation_choices=(1,)))
     found = profile(job, device_name="here", fingerprint="", options=ProfilerOptions.lean())
     engine = PeerEngine(tiny_job.make(accumulation_choices=(1,)))
@@ -123,7 +124,7 @@ def test_plans_belong_to_all_families_that_offer_their_storages(monkeypatch: pyt
 
 
 def bench(*options: str, runs: Path) -> dict:
-    arguments = [f"{JOB}:one_k", "--rounds", "2", "--threads", "1", "--runs-dir", str(runs), *options]
+    arguments = ["--job", f"{JOB}:one_k", "--rounds", "2", "--threads", "1", "--runs-dir", str(runs), *options]
     assert run(["bench", "peers", *arguments]) == 0
     return json.loads((benchmark_folder(runs) / "peers.json").read_text())
 
@@ -189,7 +190,7 @@ def test_lines_say_so_where_ours_loses_or_does_not_fit() -> None:
     ],
 )
 def test_wrong_options_are_refused(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "peers", str(JOB), *options]) == 2
+    assert run(["bench", "peers", "--job", str(JOB), *options]) == 2
     assert told in capsys.readouterr().err
 
 

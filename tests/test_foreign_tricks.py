@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -18,9 +19,10 @@ from autotune.agents.optuna_search import RecipeStudy
 from autotune.agents.recipe_space import Range
 from autotune.agents.study_store import STORAGE_FILE
 from autotune.cli.main import run as run_command
+from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import solve
-from autotune.errors import ProfileError
+from autotune.errors import BudgetError, ProfileError
 from autotune.io.addresses import scrubbed, without_secrets
 from autotune.io.run_folder import WriterLock
 from autotune.profiling.profile_index import _is_source
@@ -265,14 +267,19 @@ def test_small_profile_that_would_exhaust_solver_memory_is_rejected() -> None:
         Profile.from_json(document)
 
 
-def test_profile_with_sizes_beyond_the_solver_is_one_line() -> None:
+@pytest.mark.parametrize("size", [2**40, 2**55, 2**59])
+@pytest.mark.parametrize("budget", [None, 2**30, 2**61])
+def test_profile_with_sizes_of_no_machine_gives_a_plan_that_fits_or_one_line(size: int, budget: int | None) -> None:
     document = profile()
     for table in document["tables"]:
         for segment in table["segments"]:
             for cost in segment["costs"].values():
-                cost["saved_bytes"] = 2**59
-    with pytest.raises(ProfileError, match="has sizes too large for the solver"):
-        solve(Profile.from_json(document))
+                cost["saved_bytes"] = size
+    found = Profile.from_json(document)
+    with contextlib.nullcontext() if budget is None else contextlib.suppress(BudgetError):
+        solution = solve(found, budget)
+        assert solution.peak_bytes == peak_bytes(found, solution.plan)
+        assert budget is None or solution.peak_bytes <= budget
 
 
 def test_predicted_time_too_small_to_divide_by_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,7 +258,7 @@ def _search_table(document: dict[str, Any]) -> Table:
 @_bench
 def peers(
     run: _Run,
-    job: Annotated[str, typer.Argument(help="The job to train.")] = "charlm:brief",
+    job: Annotated[str, typer.Option("--job", help="The job to train.")] = "charlm:brief",
     memory_budgets: Annotated[
         str,
         typer.Option(

@@ -214,7 +214,8 @@ class Lessons:
     def _between(self) -> Use | None:
         """Return a traced step that shows a storage between saving and recomputing; ``None`` if all are known.
 
-        Units that the fastest fitting plan saves have the storage in it. They keep no more than by saving.
+        Units that a fast plan saves have the storage in it. They keep no more than by saving; but in the backward pass
+        of one of them, all that is alive while it is recomputed may be alive in addition.
         """
         space = self._allowed.space
         known = {one for plan in self._knowledge.seen for one in plan.storage.values()}
@@ -222,9 +223,11 @@ class Lessons:
         placements = self._placements() if wanted else None
         if placements is None:
             return None
-        like = self._likely(self.first_plan)
-        saved = [name for name in space.recomputable if like.storage_of(name) is space.storages[0]]
-        if not saved:
+        length = self._length(placements)
+        room = usable(self.budget_bytes) - placements.alive_bytes(length)
+        like = placements.fastest(room, length, placements.group(self._allowed.leanest))
+        saved = [name for name in space.recomputable if like and like.storage_of(name) is space.storages[0]]
+        if like is None or not saved:
             return None
         return self.tracing(like.changed(storage={**like.storage, **dict.fromkeys(saved, wanted[0])}))
 

@@ -15,7 +15,7 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, ProfileError
-from autotune.plan import Plan
+from autotune.plan import Plan, Storage
 from autotune.profiling.memory_scaling import grown
 
 # One set of costs, which the live run has measured; with more, planning would take seconds.
@@ -124,6 +124,12 @@ class Placements:
         one = Plans(np.zeros(1, dtype=np.int64), np.array([k]), choices[None])
         recomputed = self._arrays.numbering.recomputes(one.choices).sum(axis=1)
         return np.asarray(self._arrays.peaks_by_length(one, LENGTHS) + _states(recomputed))
+
+    def alive_bytes(self, length: float) -> float:
+        """Return the most bytes that are alive in the backward pass of a recomputed unit at a batch size."""
+        costs = ((name, cost) for segment in self.profile.tables[0].segments for name, cost in segment.costs.items())
+        peaks = [max(cost.backward_peak_bytes) for name, cost in costs if name.endswith(f"/{Storage.RECOMPUTE}")]
+        return max(peaks, default=0) * max(grown(length, self.square_share), 1.0)
 
     def seconds_of(self, plan: Plan) -> float:
         """Return a plan's predicted seconds per step at the profiled size; infinite if it cannot be predicted."""

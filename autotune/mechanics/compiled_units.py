@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -181,8 +182,11 @@ def _program(forward: Callable[..., Any], budget: float) -> Callable[..., Any]:
 @functools.cache
 def _backend(budget: float) -> Callable[..., Any]:
     """Return the backend of a budget; torch tells compiled versions of a function apart by their backend."""
-    from torch._functorch import config as functorch
-    from torch._inductor import compile_fx, config
+    with warnings.catch_warnings():
+        # Torch warns of its own deprecated parts.
+        warnings.simplefilter("ignore")
+        from torch._functorch import config as functorch
+        from torch._inductor import compile_fx, config
 
     def compile_graph(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         # The backward pass at once, under the same settings. One thread: torch's pool of processes would stay.

@@ -109,10 +109,10 @@ def operator_times(engine: TorchEngine, rates: Rates, *, steps: int = 2) -> list
     Raises:
         EngineError: if a step fails, or torch's profiler cannot time the device.
     """
-    activities = {"cpu": set[Any](), "cuda": {ProfilerActivity.CUDA}, "xpu": {ProfilerActivity.XPU}}
-    if engine.device.type not in activities:
+    own = getattr(ProfilerActivity, engine.device.type.upper(), None)
+    if own is None:
         raise EngineError(f"torch's profiler does not time operators on {engine.device.type}")
-    kinds = {ProfilerActivity.CPU} | activities[engine.device.type]
+    kinds = {ProfilerActivity.CPU, own}
     observed = _Observed(rates)
     with profile(activities=kinds, acc_events=True) as profiler, observed.updates(), observed:
         window = engine.run(steps)

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,17 @@ def _be_child(arguments: list[str], root: Path, unreadable: Sequence[Path], stre
         _limit()
         _cut_off()
         reads_all = guard.drop_rights()
+        asked = _asked_to_write(arguments, root)
+
+        def report(line: str) -> None:
+            # What the guard prevents there is what its user asked for.
+            if not any(f" for writing outside: {folder}/" in line for folder in asked):
+                os.write(streams["breaches"], f"{line}\n".encode("utf-8", "replace"))
+
         guard.install(
             [*guard.installation(), *guard.SYSTEM, *_named_elsewhere(arguments, root)],
             [root],
-            report=lambda line: os.write(streams["breaches"], f"{line}\n".encode("utf-8", "replace")),
+            report=report,
             unreadable=unreadable if reads_all else (),
         )
         code = _main(arguments)
@@ -125,6 +133,13 @@ def _named_elsewhere(arguments: Sequence[str], root: Path) -> list[str]:
     words = [*arguments, *(word.partition("=")[2] for word in arguments)]
     named = [guard.real_path(root / "work" / word) for word in words if word]
     return [path for path in named if path is not None and not path.startswith(str(root))]
+
+
+def _asked_to_write(arguments: Sequence[str], root: Path) -> list[str]:
+    """Return the folders that the command line names for runs."""
+    words = " ".join(arguments).replace("--runs-dir=", "--runs-dir ").split(" ")
+    named = [guard.real_path(root / "work" / then) for word, then in pairwise(words) if word == "--runs-dir" and then]
+    return [path for path in named if path is not None]
 
 
 def _main(arguments: list[str]) -> int:
@@ -167,21 +182,23 @@ def _cut_off() -> None:
 
     import torch
 
-    from autotune.cost_model import solver
+    from autotune.cost_model import choice_program
     from autotune.io import scratch
 
     def few(real: Callable[..., Any], times: int) -> Callable[..., Any]:
         left = itertools.count(times, -1)
         return lambda *given, **named: real(*given, **named) if next(left) > 0 else _leave(WORKING)
 
-    def small(costs: Any, **named: Any) -> Any:
-        return solve(costs, **named) if len(costs) <= LARGE_PROGRAM else _leave(WORKING)
+    def small(solve: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda costs, *given, **named: (
+            solve(costs, *given, **named) if len(costs) <= LARGE_PROGRAM else _leave(WORKING)
+        )
 
     torch.autograd.backward = few(torch.autograd.backward, GRADIENTS)
     torch.autograd.grad = few(torch.autograd.grad, GRADIENTS)
     multiprocessing.util.spawnv_passfds = few(multiprocessing.util.spawnv_passfds, 0)
     scratch.ScratchFolder.__init__ = few(scratch.ScratchFolder.__init__, 0)
-    solve, solver.milp = solver.milp, small
+    choice_program.milp, choice_program.linprog = small(choice_program.milp), small(choice_program.linprog)
     starts = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec")
     sys.addaudithook(lambda event, _: _leave(WORKING) if event in starts else None)
 
