@@ -9,13 +9,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.choices import STORAGES
 from autotune.cost_model.cost_arrays import CostArrays, Plans
 from autotune.cost_model.plan_pool import LENGTHS, PoolSettings, make_pool
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, ProfileError
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 from autotune.profiling.memory_scaling import grown
 
 # One set of costs, which the live run has measured; with more, planning would take seconds.
@@ -128,7 +129,8 @@ class Placements:
     def alive_bytes(self, length: float) -> float:
         """Return the most bytes that are alive in the backward pass of a recomputed unit at a batch size."""
         costs = ((name, cost) for segment in self.profile.tables[0].segments for name, cost in segment.costs.items())
-        peaks = [max(cost.backward_peak_bytes) for name, cost in costs if name.endswith(f"/{Storage.RECOMPUTE}")]
+        names = {str(storage) for storage in STORAGES if storage.recomputes}
+        peaks = [max(cost.backward_peak_bytes) for name, cost in costs if name.partition("/")[2] in names]
         return max(peaks, default=0) * max(grown(length, self.square_share), 1.0)
 
     def seconds_of(self, plan: Plan) -> float:
