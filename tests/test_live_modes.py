@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,9 @@ from autotune import AttachError, Settings
 from autotune.choices import DEFAULT_STORAGES
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.time_model import summed_seconds
+from autotune.live.attach import _agreed
 from autotune.mechanics.precision import useful_precisions
-from autotune.plan import Plan, Precision
+from autotune.plan import Plan, PlanSpace, Precision, Storage
 
 ADAPTIVE = Settings(batching="adaptive")
 
@@ -524,3 +526,29 @@ def test_model_that_cannot_run_in_16_bits_is_left_unchanged(block: type[nn.Modul
     assert said in tuned.tuner.locks["bf16"]
     assert ks_of(tuned) == {1}
     assert_close(plain, tuned, 0.0)
+
+
+@pytest.mark.parametrize("storages", [["compress8"], ["offload"], ["unheard of"], "selective", [3]])
+def test_storages_that_no_attached_run_has_are_refused(storages: Any) -> None:
+    with pytest.raises(AttachError, match=r"storages is .* \(allowed: some of save, selective, rebuild, recompute\)"):
+        Settings(storages=storages)
+
+
+def test_storages_of_the_environment_that_an_attached_run_cannot_have_are_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AUTOTUNE_STORAGES", "selective,compress8,offload")
+    network = deep_gpt()
+    tuner = autotune.attach(network, torch.optim.SGD(network.parameters(), 1e-2), runs_dir=None)
+    pilot: Any = tuner._pilot
+    assert pilot.attached.space.storages == (*DEFAULT_STORAGES[:1], Storage.SELECTIVE, *DEFAULT_STORAGES[1:])
+    assert {"compress8", "offload"} <= pilot.attached.locks.keys()
+    tuner.detach()
+
+
+def test_ranks_have_the_default_storages() -> None:
+    space = PlanSpace(units=(), accumulation_choices=(1,), precisions=(Precision.INHERIT,), storages=tuple(Storage)[:4])
+    locks: dict[str, str] = {}
+    ranks: Any = SimpleNamespace(many=True, largest=list)
+    assert _agreed(space, locks, ranks).storages == DEFAULT_STORAGES
+    assert locks.keys() == {str(storage) for storage in space.storages} - set(DEFAULT_STORAGES)

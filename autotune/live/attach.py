@@ -352,38 +352,42 @@ def _space(
     elif accumulation_steps > 1:
         locks["accumulation_steps"] = f"the loop accumulates {accumulation_steps} batches by itself"
         choices = (accumulation_steps,)
-    storages = _storages(model, settings, locks)
     space = PlanSpace(
         units=found,
         accumulation_choices=choices,
         precisions=precisions,
         k_splits=not adaptive,
-        storages=storages,
+        storages=_storages(settings, locks),
     )
     return space, locks
 
 
-def _storages(model: nn.Module, settings: Settings, locks: dict[str, str]) -> tuple[Storage, ...]:
+def _storages(settings: Settings, locks: dict[str, str]) -> tuple[Storage, ...]:
     """Return the storages that plans may choose; note the others that were asked for in ``locks``."""
-    asked = offered(settings.storages, devices.lacks_copies_beside(devices.device_of(model)))
-    spread = is_spread(model)
+    asked = offered(settings.storages)
     for storage in asked:
         if not storage.exact:
             locks[str(storage)] = "gradients would be approximate"
-        elif spread and storage not in DEFAULT_STORAGES:
-            locks[str(storage)] = "weights are spread over ranks, and gathered by hooks of each unit"
+        elif storage.needs_accelerator:
+            locks[str(storage)] = "attached runs do not copy activations to the host"
     return tuple(storage for storage in asked if str(storage) not in locks)
 
 
 def _agreed(space: PlanSpace, locks: dict[str, str], ranks: Ranks) -> PlanSpace:
-    """Return the plans with precisions that all ranks have found useful; note the others in ``locks``."""
+    """Return the plans with precisions that all ranks have found useful; note the others in ``locks``.
+
+    Ranks learn costs from different batches, so only storages whose costs can be bounded are theirs.
+    """
     try:
         precisions = common_precisions(ranks, space.precisions)
     except RanksError as error:
         raise AttachError(str(error), where="attach", allowed="the same call on every rank") from error
     for precision in set(space.precisions).difference(precisions):
         locks[str(precision)] = "another rank has no fast path for it"
-    return replace(space, precisions=precisions)
+    storages = DEFAULT_STORAGES if ranks.many else space.storages
+    for storage in set(space.storages).difference(storages):
+        locks[str(storage)] = "it is not chosen on several ranks"
+    return replace(space, precisions=precisions, storages=storages)
 
 
 def _units(model: nn.Module, names: Sequence[str] | None) -> tuple[Unit, ...]:
