@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,33 @@ class Counting(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return x * self.weight.sum() * self.calls
+
+
+class Averaging(tiny_job.Block):
+    """Computes with a running mean of its input, which it updates in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.detach().mean(), 0.5)
+        return super().forward(x) * self.mean
+
+
+class InPlace(tiny_job.Block):
+    """Writes to its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2.0))
+
+
+class Normed(tiny_job.Block):
+    """Has a weight that each call divides by an estimate of its norm, which it improves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.up)
 
 
 class PrintingNetwork(tiny_job.Network):
@@ -133,11 +161,23 @@ def test_a_unit_that_cannot_be_compiled_as_a_whole_saves_and_tells_why(caplog: p
     ]
 
 
+@pytest.mark.parametrize("block", [Averaging, InPlace, Normed])
+def test_a_unit_that_writes_to_a_buffer_or_its_input_saves_and_tells_why(block: type[tiny_job.Block]) -> None:
+    torch.manual_seed(0)
+    model = tiny_job.Network()
+    model.blocks = nn.ModuleList(block() for _ in range(3))
+    fresh = copy.deepcopy(model)
+    for _ in range(2):
+        plain, found = pass_of(fresh, Plan()), pass_of(model, all_in("compiled10"))
+        assert all(torch.equal(one, two) for one, two in zip(plain, found, strict=True))
+    assert "writes to a buffer" in (refusal(model.blocks[0], 0.1) or "")
+
+
 def test_a_storage_that_compiles_no_unit_is_left_out_of_the_profile() -> None:
     job = tiny_job.make(model=PrintingNetwork, storages=["compiled50"], accumulation_choices=(1, 2))
     found = profile(job, device_name="here", options=ProfilerOptions.lean())
     assert found.space.storages == ("save", "recompute")
-    assert any("compiled50 compiles no unit, so no plan may use it: Unsupported" in one for one in found.warnings)
+    assert any("compiled50 suits no unit, so no plan may use it: Unsupported" in one for one in found.warnings)
 
 
 @pytest.mark.slow

@@ -10,13 +10,12 @@ import pytest
 from small_jobs import convolution_job, gpt_job
 
 from autotune.cost_model.memory_model import peak_bytes
-from autotune.cost_model.profile import Cost, Profile
+from autotune.cost_model.profile import Profile
 from autotune.plan import PlanSpace, Storage
 from autotune.profiling import profiler
 from autotune.profiling.profile_assembly import assemble
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.profiling.step_record import StepRecord, TracedStep
-from autotune.profiling.unseen_costs import with_bounds
 
 
 @pytest.fixture(scope="module", params=[gpt_job, convolution_job], ids=["gpt", "convolution"])
@@ -66,21 +65,3 @@ def test_recompute_only_record_gives_upper_bounds_for_saving(
     for plan in [space.leanest(), *(space.sample(generator) for _ in range(50))]:
         assert peak_bytes(bounded, plan) >= peak_bytes(complete, plan)
     assert peak_bytes(bounded, space.leanest()) == peak_bytes(complete, space.leanest())
-
-
-def cost(size: int, seconds: float = 1.0) -> Cost:
-    return Cost(
-        forward_s=seconds,
-        backward_s=2 * seconds,
-        saved_bytes=size,
-        forward_peak_bytes=(size, 0),
-        backward_peak_bytes=(2 * size, 0),
-    )
-
-
-def test_storage_that_was_run_in_a_smaller_unit_of_the_kind_is_scaled_to_a_larger_one() -> None:
-    small = {"fp32/recompute": cost(100), "fp32/selective": cost(70)}
-    large = with_bounds({"fp32/recompute": cost(300, seconds=3.0)}, (), [small])["fp32/selective"]
-    assert 3 * 70 <= large.saved_bytes <= 3 * 70 * 1.05
-    assert 3 * 140 <= large.backward_peak_bytes[0] <= 3 * 140 * 1.05
-    assert large.seconds == pytest.approx(9.0)

@@ -77,7 +77,7 @@ sys.stdout.write(
             "solved": [solve(found, budget, Goal()).peak_bytes, budget],
             "simulated": [simulated(draw_profile(np.random.default_rng(seed), Shape())) for seed in range(5)],
             "bounded": sorted(
-                with_bounds({f"fp32/{Storage.SAVE}": found.tables[0].segments[1].costs["fp32/save"]}, [], [])
+                with_bounds({f"fp32/{Storage.SAVE}": found.tables[0].segments[1].costs["fp32/save"]}, [])
             ),
             "told": [
                 str(mixed),

@@ -97,7 +97,7 @@ class KnobTrials:
             EngineError: if the job as it is cannot be trained.
         """
         names = self.only or (*_OTHERS, *knobs.candidates())
-        self.reporter.stage(f"{job.name}: measure {len(names)} free knobs", len(names) + 2)
+        self.reporter.stage(f"{job.name}: measure free knobs: {len(names)}", len(names) + 2)
         try:
             base, again = self._train(job), self._train(job)
             attends = self._attends(job)
@@ -131,7 +131,7 @@ class KnobTrials:
             own = self._train(changed)
             ratios = self._ratios(changed, job)
         except (_FailedError, InputError) as error:
-            return LaunchTrial(choice=text, reason=error.problem if isinstance(error, InputError) else str(error))
+            return LaunchTrial(choice=text, reason=_reason(error))
         peaks = own.peak_bytes, base.peak_bytes
         apart = difference(own, base)
         low, high = median_interval(ratios)
@@ -242,6 +242,13 @@ def _with_lean_optimizer(job: Job) -> Job:
     if optimizer != "AdamW" or job.launch.optimizer is not None:
         raise InputError(f"it replaces the job's own AdamW, and the job has {optimizer}", where=_WHERE)
     return launched(job, Launch(optimizer=_LEAN))
+
+
+def _reason(error: Exception) -> str:
+    """Return an error in words, with what is allowed."""
+    if not isinstance(error, InputError) or not error.allowed:
+        return error.problem if isinstance(error, InputError) else str(error)
+    return f"{error.problem}; allowed: {error.allowed}"
 
 
 def _promises(choice: str) -> bool:

@@ -260,7 +260,7 @@ def _useful(table: StepTable, options: Mapping[str, Mapping[str, float]]) -> dic
     }
     for segment in table.segments:
         for name, known in facts.get(segment.unit or "", {}).items():
-            cost = segment.costs[name]
+            cost = segment.cost(name)
             known += [cost.saved_bytes, *cost.forward_peak_bytes, *cost.backward_peak_bytes]
     for boundary in table.boundaries:
         for index, names in boundary.keepers.items():
@@ -276,7 +276,7 @@ def _useful(table: StepTable, options: Mapping[str, Mapping[str, float]]) -> dic
 
 def _front(facts: Sequence[Sequence[float]]) -> Mask:
     """Return which rows no other row is below in all columns; of equal rows, the first one."""
-    rows = np.array(facts)
+    rows = np.array(facts).reshape(len(facts), -1 if facts else 0)
     at_most = (rows[:, None] <= rows[None, :]).all(axis=2)
     first = np.arange(len(rows))[:, None] < np.arange(len(rows))[None, :]
     return ~np.asarray((at_most & (~at_most.T | first)).any(axis=0))

@@ -244,8 +244,12 @@ def _program(profile: Profile, table: StepTable, room_bytes: float, goal: Goal) 
     for segment in table.segments:
         if segment.unit is None:
             continue
-        own = options.setdefault(segment.unit, {})
-        for name, cost in segment.costs.items():
-            if segment.unit not in saved_only or name.endswith(f"/{Storage.SAVE}"):
-                own[name] = own.get(name, 0.0) + cost.seconds * per_second
+        own = {
+            name: cost.seconds * per_second
+            for name, cost in segment.costs.items()
+            if segment.unit not in saved_only or name.endswith(f"/{Storage.SAVE}")
+        }
+        # A choice must have a cost in all calls of the unit.
+        former = options.get(segment.unit, dict.fromkeys(own, 0.0))
+        options[segment.unit] = {name: former[name] + cost for name, cost in own.items() if name in former}
     return ChoiceProgram(table, options, goal.weights.memory * MIB / base_bytes, room_bytes)

@@ -18,7 +18,7 @@ from torch import nn
 
 from autotune.agents.policy import PlanningPolicy
 from autotune.choices import DEFAULT_STORAGES, Storage
-from autotune.errors import AttachError, JobError
+from autotune.errors import AttachError, InputError, JobError
 from autotune.live.agreement import common_precisions
 from autotune.live.argument_checks import (
     accumulated,
@@ -364,7 +364,10 @@ def _space(
 
 def _storages(settings: Settings, locks: dict[str, str]) -> tuple[Storage, ...]:
     """Return the storages that plans may choose; note the others that were asked for in ``locks``."""
-    asked = offered(settings.storages)
+    try:
+        asked = offered(settings.storages)
+    except InputError as error:
+        raise AttachError(error.problem, where=error.where, allowed=error.allowed) from error
     for storage in asked:
         if not storage.exact:
             locks[str(storage)] = "gradients would be approximate"

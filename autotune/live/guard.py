@@ -87,10 +87,12 @@ def judge(proposal: object, now: Situation, limits: Limits) -> Verdict:
     if kept:
         plan = plan.changed(storage={**plan.storage, **dict.fromkeys(kept, Storage.SAVE)})
     rules["locks"] = "repaired" if kept or is_below else "ok"
-    peak = now.placements.peak_bytes(plan, now.length)
+    known = now.placements.with_known_storages(plan)
+    rules["predictable"] = "ok" if known == plan else "repaired"
+    plan, peak = known, now.placements.peak_bytes(known, now.length)
     if peak == float("inf"):
         return _refused(now, rules, "predictable", "its peak cannot be predicted", illegal=True)
-    rules["predictable"] = rules["budget"] = "ok"
+    rules["budget"] = "ok"
     if peak > now.usable_bytes:
         fitting = _fitting(plan, now)
         if fitting is None:

@@ -212,24 +212,30 @@ class Lessons:
         return self._fuller() or self._between() if self.saves_memory else None
 
     def _between(self) -> Use | None:
-        """Return a traced step that shows a storage between saving and recomputing; ``None`` if all are known.
+        """Return a traced step that shows a storage between saving and recomputing in further units.
 
         Units that a fast plan saves have the storage in it. They keep no more than by saving; but in the backward pass
         of one of them, all that is alive while it is recomputed may be alive in addition.
+
+        Returns:
+            The use; ``None`` if all that has room is known.
         """
         space = self._allowed.space
-        known = {one for plan in self._knowledge.seen for one in plan.storage.values()}
-        wanted = [one for one in space.storages if not one.recomputes and one not in (*known, space.storages[0])]
-        placements = self._placements() if wanted else None
+        between = [one for one in space.storages[1:] if not one.recomputes]
+        placements = self._placements() if between else None
         if placements is None:
             return None
         length = self._length(placements)
         room = usable(self.budget_bytes) - placements.alive_bytes(length)
         like = placements.fastest(room, length, placements.group(self._allowed.leanest))
-        saved = [name for name in space.recomputable if like and like.storage_of(name) is space.storages[0]]
-        if like is None or not saved:
+        if like is None:
             return None
-        return self.tracing(like.changed(storage={**like.storage, **dict.fromkeys(saved, wanted[0])}))
+        known = {pair for plan in self._knowledge.seen for pair in plan.storage.items()}
+        for storage in between:
+            saved = [name for name in space.recomputable if like.storage_of(name) is space.storages[0]]
+            if unknown := [name for name in saved if (name, storage) not in known]:
+                return self.tracing(like.changed(storage={**like.storage, **dict.fromkeys(unknown, storage)}))
+        return None
 
     def _fuller(self) -> Use | None:
         """Return a traced step under the fastest plan that is predicted to fit; ``None`` after enough of them.

@@ -120,11 +120,26 @@ class Placements:
             k, choices = self._arrays.encode(0, plan)
         except ProfileError:
             return np.empty((0, 0))
-        if self._arrays.missing[0, k, np.arange(len(choices)), choices].any():
+        if self._missing(k, choices).any():
             return np.empty((0, 0))
         one = Plans(np.zeros(1, dtype=np.int64), np.array([k]), choices[None])
         recomputed = self._arrays.numbering.recomputes(one.choices).sum(axis=1)
         return np.asarray(self._arrays.peaks_by_length(one, LENGTHS) + _states(recomputed))
+
+    def with_known_storages(self, plan: Plan) -> Plan:
+        """Return a plan with the leanest storage for units in which its own was not seen."""
+        try:
+            k, choices = self._arrays.encode(0, plan)
+        except ProfileError:
+            return plan
+        unseen = [
+            unit.name for unit, lacks in zip(self.profile.units, self._missing(k, choices), strict=False) if lacks
+        ]
+        return plan.changed(storage={**plan.storage, **dict.fromkeys(unseen, self.profile.space.storages[-1])})
+
+    def _missing(self, k: int, choices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which units' choices the profile has no costs of, shape (max_units,)."""
+        return np.asarray(self._arrays.missing[0, k, np.arange(len(choices)), choices])
 
     def alive_bytes(self, length: float) -> float:
         """Return the most bytes that are alive in the backward pass of a recomputed unit at a batch size."""

@@ -37,6 +37,8 @@ _VERSIONS = 1024
 SAME = 2
 _ANEW = "it is compiled anew for the same shapes: something that it reads changes from call to call"
 
+_WRITES = "it writes to a buffer or to what it is given, from which torch would compute again"
+
 logger = logging.getLogger(__name__)
 
 
@@ -202,24 +204,36 @@ def _backend(budget: float) -> Callable[..., Any]:
 
 @functools.cache
 def _drawing_once() -> Any:
-    """Return a pass over joint graphs that keeps what random operations draw.
+    """Return a pass over joint graphs that keeps what random operations draw, and refuses units that write to inputs.
 
     Torch never repeats some random operations, but does not know ``bernoulli``, from which dropout follows: under a
-    budget below 1, the backward pass would draw another mask (torch 2.13).
+    budget below 1, the backward pass would draw another mask. And it computes again from buffers that the forward pass
+    has written to since (torch 2.13).
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch.utils.checkpoint import CheckpointPolicy
 
     class DrawingOnce(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
+            if any(map(_writes_to_input, graph.nodes)):
+                raise _NotCompilableError(_WRITES)
             for node in graph.nodes:
                 if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                     node.meta.update(recompute=CheckpointPolicy.MUST_SAVE)
 
         def uuid(self) -> Any:
-            return "autotune keeps what random operations draw, 1"
+            return "autotune keeps what random operations draw and refuses writes, 2"
 
     return DrawingOnce()
+
+
+def _writes_to_input(node: fx.Node) -> bool:
+    """Return whether a node of a joint graph writes to a placeholder, or returns what one is to become."""
+    if node.op == "output":
+        return any(type(one).__name__.startswith("InputMutation") for one in node.meta.get("desc") or ())
+    schema = getattr(node.target, "_schema", None)
+    first = node.args[0] if node.args else None
+    return schema is not None and schema.is_mutable and isinstance(first, fx.Node) and first.op == "placeholder"
 
 
 def _often(known: _Unit, version: Any) -> bool:
@@ -239,5 +253,6 @@ def _told_once(module: nn.Module, reason: str) -> str:
 
 def _told(error: Exception) -> str:
     """Return the first line of an exception that says something."""
+    error = getattr(error, "inner_exception", error)
     lines = (line.strip() for line in str(error).splitlines())
     return f"{type(error).__name__}: {next(filter(None, lines), '')}".removeprefix("_NotCompilableError: ")

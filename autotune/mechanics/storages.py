@@ -92,7 +92,7 @@ def excluded(asked: Iterable[str] | None, no_copies_beside: str = "") -> dict[St
 def _named(asked: Iterable[str] | None) -> set[str]:
     """Return the names of the storages that were asked for."""
     text = os.environ.get(STORAGES_VARIABLE, "").strip()
-    names = {name.strip() for name in text.split(",")} if text else set(asked or ())
+    names = {name.strip() for name in text.split(",") if name.strip()} if text else set(asked or ())
     for name in sorted(names.difference(STORAGES)):
         raise InputError(f"names {name!r}", where=STORAGES_VARIABLE, allowed=list(STORAGES))
     return names

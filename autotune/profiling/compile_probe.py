@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotune.choices import Storage
 from autotune.engines.torch_engine import TorchEngine
 from autotune.mechanics.compiled_units import SAME, refusal
+from autotune.profiling.gradient_error import tried_gradient
 
 
 def uncompiled(engine: TorchEngine, storage: Storage) -> dict[str, str]:
@@ -17,6 +18,8 @@ def uncompiled(engine: TorchEngine, storage: Storage) -> dict[str, str]:
     space = engine.space
     lean = space.leanest().changed(precision=space.baseline().precision)
     for _ in range(SAME + 1):
-        engine.gradient(lean.changed(storage=dict.fromkeys(space.recomputable, storage)))
+        raised = tried_gradient(engine, lean.changed(storage=dict.fromkeys(space.recomputable, storage)))[1]
+        if raised:
+            return dict.fromkeys(space.recomputable, f"the step raised {raised}")
     reasons = {name: refusal(engine.model.get_submodule(name), storage.compile_budget) for name in space.recomputable}
     return {name: reason for name, reason in reasons.items() if reason is not None}

@@ -9,6 +9,8 @@ import torch
 
 from autotune.choices import REDUCED_PRECISIONS, Storage
 from autotune.engines.torch_engine import TorchEngine
+from autotune.errors import JobError
+from autotune.mechanics.loop_signals import any_error
 from autotune.plan import Plan, Precision
 from autotune.profiling.homogeneous_plans import spread_choices
 
@@ -47,12 +49,18 @@ def squared_errors(
     return {name: measured[_nearest(names, name, measured)] for name in names}
 
 
-def storage_errors(engine: TorchEngine) -> dict[Storage, float]:
+def storage_errors(engine: TorchEngine) -> dict[Storage, tuple[float, str]]:
     """Return the relative error of the whole gradient, |g' - g| / |g|, if all units have an inexact storage.
 
     Args:
         engine: the engine; its training state does not change. Micro-batches are as small as the job allows, and the
             other plan has the leanest exact storage.
+
+    Returns:
+        The error by storage, and what the step raised: then the error is infinite.
+
+    Raises:
+        JobError: if the step raises under the other plan.
     """
     space = engine.space
     inexact = [storage for storage in space.storages if not storage.exact]
@@ -61,11 +69,30 @@ def storage_errors(engine: TorchEngine) -> dict[Storage, float]:
     lean = space.leanest().changed(precision=space.baseline().precision)
     leanest = [storage for storage in space.storages if storage.exact][-1]
 
-    def gradient(storage: Storage) -> Sequence[torch.Tensor | None]:
-        return engine.gradient(lean.changed(storage=dict.fromkeys(space.recomputable, storage)))
+    def gradient(storage: Storage) -> tuple[Sequence[torch.Tensor | None], str]:
+        return tried_gradient(engine, lean.changed(storage=dict.fromkeys(space.recomputable, storage)))
 
-    exact = gradient(leanest)
-    return {storage: math.sqrt(_error(exact, gradient(storage))) for storage in inexact}
+    exact, problem = gradient(leanest)
+    if problem:
+        raise JobError(f"a step with all units {leanest.label} raised {problem}", where=f"job {engine.job.name!r}")
+    found = {}
+    for storage in inexact:
+        other, problem = gradient(storage)
+        found[storage] = (math.inf, problem) if problem else (math.sqrt(_error(exact, other)), "")
+    return found
+
+
+def tried_gradient(engine: TorchEngine, plan: Plan) -> tuple[Sequence[torch.Tensor | None], str]:
+    """Return the gradient of each parameter under a plan, and what the step raised; empty if nothing.
+
+    Args:
+        engine: the engine; its training state does not change.
+        plan: the plan.
+    """
+    try:
+        return engine.gradient(plan), ""
+    except any_error() as error:  # the job's own code, under a storage that may not suit it
+        return (), f"{type(error).__name__}: {str(error).partition('. ')[0]}"
 
 
 def _alone(baseline: Plan, name: str, precision: Precision) -> Plan:

@@ -18,7 +18,6 @@ from autotune.profiling.step_record import StepRecord, StepsAtK, TimedStep, Trac
 from autotune.profiling.unseen_costs import (
     SizedCost,
     UnitKind,
-    costs_by_kind,
     kind_of,
     lowered_by_like_units,
     micro_batch_of,
@@ -89,7 +88,6 @@ def _step_table(steps: StepsAtK, space: PlanSpace, micro_batch: int, *, is_spars
     seconds = seconds_by_choice(steps.timed, calls, batch_bytes, space.units if is_sparse else ())
     seen = lowered_by_like_units([_costs(index, traces, seconds) for index in range(len(units))], units)
     ratios = saving_ratios(seen, units)
-    alike = costs_by_kind(seen, units)
     segments = []
     for index, (unit, costs) in enumerate(zip(units, seen, strict=True)):
         if unit is None:
@@ -97,7 +95,7 @@ def _step_table(steps: StepsAtK, space: PlanSpace, micro_batch: int, *, is_spars
         else:
             found = costs if unit.recomputable else _without_storage(costs)
             if is_sparse and unit.recomputable:
-                found = with_bounds(found, ratios.get(kind_of(unit), ()), alike[kind_of(unit)])
+                found = with_bounds(found, ratios.get(kind_of(unit), ()))
             found = none_faster_than_saving(
                 {
                     name: replace(

@@ -246,10 +246,11 @@ class _Profiler:
         """
         for storage in [one for one in self._engine.space.storages if one in COMPILED_STORAGES]:
             self._judge_compiled(storage)
-        for storage, error in storage_errors(self._engine).items():
+        for storage, (error, problem) in storage_errors(self._engine).items():
             size = f"{error:.1%}" if error < _MOST_ERROR else f"more than {_MOST_ERROR:.0%}"
             size = size if error >= _LEAST_TOLD else f"less than {_LEAST_TOLD:.1%}"
             told = f"{storage} in all units puts the gradient of a step off by {size}"
+            told = f"a step with {storage} in all units raised {problem}" if problem else told
             # Ranks must profile the same storages.
             if self._engine.decided(not error <= _MOST_ERROR):
                 self._engine.leave_out_storage(storage)
@@ -277,7 +278,7 @@ class _Profiler:
         # Ranks must profile the same storages.
         if engine.decided(len(reasons) == len(engine.space.recomputable)):
             engine.leave_out_storage(storage)
-            self._warnings.append(f"{storage} compiles no unit, so no plan may use it: {next(iter(reasons.values()))}")
+            self._warnings.append(f"{storage} suits no unit, so no plan may use it: {next(iter(reasons.values()), '')}")
             return
         for reason in dict.fromkeys(reasons.values()):
             names = ", ".join(name for name, own in reasons.items() if own == reason)

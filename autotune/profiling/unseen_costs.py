@@ -121,9 +121,14 @@ def lowered_by_like_units(
         )
 
     return [
-        {name: one.cost if kind is None else lowered(kind, name, one) for name, one in own.items()}
+        {name: lowered(kind, name, one) if kind and _is_usual(name) else one.cost for name, one in own.items()}
         for kind, own in zip(kinds, seen, strict=True)
     ]
+
+
+def _is_usual(choice: str) -> bool:
+    """Return whether a choice saves or recomputes: other storages may do other work in each unit of a kind."""
+    return choice.partition("/")[2] in (Storage.SAVE, *_RECOMPUTING)
 
 
 def saving_ratios(costs: Sequence[Mapping[str, Cost]], units: Sequence[Unit | None]) -> dict[UnitKind, list[float]]:
@@ -144,43 +149,16 @@ def saving_ratios(costs: Sequence[Mapping[str, Cost]], units: Sequence[Unit | No
     return ratios
 
 
-def costs_by_kind(
-    costs: Sequence[Mapping[str, Cost]], units: Sequence[Unit | None]
-) -> dict[UnitKind, list[Mapping[str, Cost]]]:
-    """Return the costs by choice of all units of each kind.
-
-    Args:
-        costs: costs of each segment by choice.
-        units: the unit of each segment; ``None`` for code between units.
-    """
-    found: dict[UnitKind, list[Mapping[str, Cost]]] = {}
-    for unit, own in zip(units, costs, strict=True):
-        if unit is not None:
-            found.setdefault(kind_of(unit), []).append(own)
-    return found
-
-
-def with_bounds(
-    costs: Mapping[str, Cost], ratios: Sequence[float], alike: Sequence[Mapping[str, Cost]]
-) -> dict[str, Cost]:
+def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[float]) -> dict[str, Cost]:
     """Return a unit's costs with an upper bound for saving or recomputing, if only one of them was run.
 
-    A storage of another kind must have been run in a unit of the same kind; its costs are taken to be in proportion to
-    those of recomputing.
+    A storage of another kind must have been run in this unit: like units may do other work.
 
     Args:
         costs: costs by choice.
         ratios: the result of :func:`saving_ratios` for its kind.
-        alike: costs by choice of every unit of its kind.
     """
     filled = dict(costs)
-    for name in {name for other in alike for name in other} - costs.keys():
-        precision, _, storage = name.partition("/")
-        again = _saved_and_recomputed(costs, precision)[1]
-        pairs = [(_saved_and_recomputed(other, precision)[1], other[name]) for other in alike if name in other]
-        if storage not in (Storage.SAVE, *_RECOMPUTING) and again is not None:
-            scaled = [_in_proportion(again, other, seen) for other, seen in pairs if other is not None]
-            filled |= {name: most(scaled)} if scaled else {}
     for precision in dict.fromkeys(name.partition("/")[0] for name in costs):
         save, again = _saved_and_recomputed(costs, precision)
         if save is None and again is not None:
@@ -195,19 +173,6 @@ def _saved_and_recomputed(costs: Mapping[str, Cost], precision: str) -> tuple[Co
     """Return the costs of saving and of recomputing in a precision; ``None`` for what was not run."""
     again = (costs.get(f"{precision}/{storage}") for storage in _RECOMPUTING)
     return costs.get(f"{precision}/{Storage.SAVE}"), next(filter(None, again), None)
-
-
-def _in_proportion(again: Cost, other: Cost, seen: Cost) -> Cost:
-    """Return an upper bound on a cost, from what was seen in another unit.
-
-    Args:
-        again: the unit's own cost of recomputing.
-        other: the other unit's cost of recomputing.
-        seen: the other unit's cost in question.
-    """
-    size = _UNSEEN_MARGIN * max(again.backward_peak_bytes) / max(*other.backward_peak_bytes, 1)
-    longer = again.seconds / other.seconds if other.seconds > 0 else 1.0
-    return combined([seen], lambda own: own[0] * longer, lambda own: math.ceil(own[0] * size))
 
 
 def _save_bound(again: Cost, ratio: float) -> Cost:
