@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from torch import nn
 
 import autotune
 from autotune.live.controller import Pilot
+from autotune.live.deciding import Decider
 from autotune.live.placement import Placements
 from autotune.live.rank_channel import Ranks, RanksError
 from autotune.plan import Plan
@@ -256,3 +258,19 @@ def test_policy_that_never_answers_does_not_abort_the_process_at_exit(*, sleeps:
     code = LATE.format(tests=str(Path(__file__).parent), sleeps=sleeps, detaches=detaches)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 7, ended.stderr
+
+
+def test_a_closed_thread_has_freed_what_it_alone_referred_to() -> None:
+    """If it still did so while Python ends, the process would abort."""
+    freed = threading.Event()
+
+    class Large:
+        def __del__(self) -> None:
+            time.sleep(0.3)
+            freed.set()
+
+    decider = Decider(Wanders(), 5.0)
+    assert decider.ask(functools.partial(isinstance, Large(), Large))
+    decider.close()
+    assert freed.is_set()
+    assert not any(thread.name == "autotune-policy" for thread in threading.enumerate())

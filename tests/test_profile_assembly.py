@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,11 +12,14 @@ from small_jobs import convolution_job, gpt_job
 
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
+from autotune.cost_model.time_model import seconds_per_step
 from autotune.plan import PlanSpace, Storage
 from autotune.profiling import profiler
+from autotune.profiling.homogeneous_plans import homogeneous_plans
 from autotune.profiling.profile_assembly import assemble
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.profiling.step_record import StepRecord, TracedStep
+from autotune.profiling.whole_steps import corrected
 
 
 @pytest.fixture(scope="module", params=[gpt_job, convolution_job], ids=["gpt", "convolution"])
@@ -65,3 +69,22 @@ def test_recompute_only_record_gives_upper_bounds_for_saving(
     for plan in [space.leanest(), *(space.sample(generator) for _ in range(50))]:
         assert peak_bytes(bounded, plan) >= peak_bytes(complete, plan)
     assert peak_bytes(bounded, space.leanest()) == peak_bytes(complete, space.leanest())
+
+
+def test_whole_steps_correct_the_times_of_homogeneous_plans(recorded: tuple[StepRecord, PlanSpace]) -> None:
+    complete = assemble(*recorded)
+    space, predicted = complete.space, functools.partial(seconds_per_step, complete)
+    plans = homogeneous_plans(space, space.accumulation_choices)
+    plans = {name: plan for name, plan in plans.items() if not name.passes_16_bit}
+    # As if watching a step slowed it the more, the smaller its micro-batches are, and most for plans that save.
+    measured = {
+        name: predicted(plan) / (1 + 0.1 * name.accumulation_steps + 0.2 * (name.storage == "save"))
+        for name, plan in plans.items()
+    }
+    found = corrected(complete, measured)
+    for name, plan in plans.items():
+        assert seconds_per_step(found, plan) == pytest.approx(measured[name], rel=1e-6), name
+        assert peak_bytes(found, plan) == peak_bytes(complete, plan)
+    saving, leanest = space.baseline(), space.baseline().changed(storage=space.leanest().storage)
+    mixed = saving.changed(storage=dict.fromkeys(space.recomputable[:1], "recompute"))
+    assert seconds_per_step(found, saving) < seconds_per_step(found, mixed) <= seconds_per_step(found, leanest)

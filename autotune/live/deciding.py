@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that the process waits at exit for a policy that is still deciding.
 _EXIT_TIMEOUT_S = 5.0
+# Seconds in which the thread of an idle policy ends.
+_IDLE_S = 0.5
 
 
 class Decides(Protocol):
@@ -195,12 +197,15 @@ class Decider:
         return answer
 
     def close(self) -> None:
-        """Let the thread end."""
-        if self._thread is not None:
-            self._questions.put(None)
-            if not self.late:
-                atexit.unregister(self._ending)
-            self._thread = None
+        """Let the thread end, and wait for it if it is idle: as it ends, it may free what nothing else refers to."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._questions.put(None)
+        if not self.late and thread is not threading.current_thread():
+            thread.join(_EXIT_TIMEOUT_S)
+        if not thread.is_alive():
+            atexit.unregister(self._ending)
 
     def _work(self) -> None:
         """Answer questions until one is ``None``."""
@@ -224,6 +229,7 @@ def _end(thread: threading.Thread, questions: queue.SimpleQueue[Callable[[], obj
     If Python kills a thread with C++ frames on its stack at exit, the process aborts and loses its own exit code.
     """
     questions.put(None)
+    thread.join(_IDLE_S)
     if thread.ident is not None and thread.is_alive():
         # Raised as soon as the policy is back in Python; a sleeping policy does no harm.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))

@@ -247,8 +247,13 @@ def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]
 
 
 def _told_once(module: nn.Module, reason: str) -> str:
-    logger.warning("a unit of class %s runs uncompiled: %s", type(module).__name__, reason)
+    _warn(type(module).__name__, reason)
     return reason
+
+
+@functools.cache
+def _warn(kind: str, reason: str) -> None:
+    logger.warning("units of class %s run uncompiled: %s", kind, reason)
 
 
 def _told(error: Exception) -> str:

@@ -22,6 +22,7 @@ from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import JobError
 from autotune.job import Job
 from autotune.measurement import Failure
+from autotune.mechanics import devices
 from autotune.mechanics.compiled_units import compilations
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, StepTrace, rest_of
@@ -47,6 +48,7 @@ from autotune.profiling.job_shape import fixed_shape, length_spread, profile_key
 from autotune.profiling.profile_assembly import assemble
 from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_units, silent_units
 from autotune.profiling.tracing_engine import WatchedEngine
+from autotune.profiling.whole_steps import corrected
 
 # Maximum number of values of k to profile. If there are more, the smallest, the largest and some between are used.
 _MAX_TABLES, _MAX_LEAN_TABLES = 4, 2
@@ -185,7 +187,7 @@ class _Profiler:
         )
         result = assemble(record, engine.space)
         self._warn_of_ks(result.accumulation_choices)
-        result = self._calibrate(result)
+        result = self._calibrate(self._corrected(result))
         engine.close()
         self._tell_compilations()
         self._report(1.0)
@@ -435,6 +437,18 @@ class _Profiler:
 
     # Whole plans.
 
+    def _corrected(self, result: Profile) -> Profile:
+        """Scale times to those of whole steps, at interpolated k as well; only an accelerator's need it."""
+        if not devices.is_accelerator(self._engine.device):
+            return result
+        space, seconds = self._engine.decided(result.space), {}
+        for name, plan in homogeneous_plans(space, space.accumulation_choices).items():
+            if name.passes_16_bit and name.precision not in result.uniform_tables:
+                continue
+            if values := self._time_plan(plan, fp32_borders=not name.passes_16_bit):
+                seconds[name] = min(values)
+        return corrected(result, seconds)
+
     def _calibrate(self, result: Profile) -> Profile:
         """Measure whole plans, interleaved, and fit the time model to them."""
         space, generator = self._engine.decided(result.space), np.random.default_rng(self._options.seed)
@@ -451,11 +465,11 @@ class _Profiler:
         ]
         return calibrated(result, measured)
 
-    def _time_plan(self, plan: Plan) -> list[float]:
+    def _time_plan(self, plan: Plan, *, fp32_borders: bool = False) -> list[float]:
         """Return the seconds of the steps of one visit to a plan, without the warm-up step."""
-        if not self._engine.may_try(str(plan.to_json())):
+        if not self._engine.may_try(f"whole steps of {plan.to_json()}{', fp32 borders' * fp32_borders}"):
             return []
-        self._engine.apply(plan)
+        self._engine.apply_with(plan, fp32_borders=fp32_borders)
         window = self._engine.run(_VISIT_STEPS)
         return [] if window.failure is not None else list(window.step_s[1:])
 
