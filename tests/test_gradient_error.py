@@ -8,8 +8,11 @@ import math
 from pathlib import Path
 
 import pytest
+import tiny_job
 import torch
+import torch.nn.functional as F
 from small_jobs import gpt_job
+from torch import nn
 
 from autotune import TorchEngine
 from autotune.catalog import load_job
@@ -53,6 +56,29 @@ def test_errors_are_small_positive_and_additive() -> None:
     whole = sum(float((two.double() - one.double()).square().sum()) for one, two in zip(exact, lowered, strict=True))
     # Rounding errors of different units are nearly independent, at this width up to a factor of a few.
     assert 0.2 < (whole / size) / sum(singles) < 5
+
+
+class OtherMasks(tiny_job.Block):
+    """A block whose dropout draws other masks in other formats, as a GPU's does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.norm(x))
+        torch.rand(y.element_size())
+        attended = F.scaled_dot_product_attention(y[:, None], y[:, None], y[:, None], dropout_p=0.3)[:, 0]
+        return x + F.dropout(self.down(F.gelu(attended)), 0.3)
+
+
+def test_masks_of_dropout_do_not_count_as_errors_of_a_precision() -> None:
+    def model() -> nn.Module:
+        network = tiny_job.Network()
+        network.blocks = nn.ModuleList(OtherMasks() for _ in range(3))
+        return network
+
+    engine = TorchEngine(tiny_job.make(model=model), options=EngineOptions(meter_memory=False))
+    if BF16 not in engine.space.precisions:
+        pytest.skip("bf16 has no fast path on this machine")
+    masked = squared_errors(engine)
+    assert all(0 < masked[f"blocks.{number}"]["bf16"] < 1e-3 for number in range(3)), masked
 
 
 def test_convergence_model_of_a_real_job_describes_its_runs(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from small_jobs import (
     vector_batches,
 )
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import autotune
 from autotune import InputError, Job, Plan, PlanError, TorchEngine, load_job
@@ -33,7 +32,7 @@ from autotune.cli.main import run
 from autotune.engines.job_checks import build_optimizer
 from autotune.knobs import KNOBS, candidates, settings_of
 from autotune.launching import split, suffix, with_knobs
-from autotune.mechanics.devices import quiet_profiler
+from autotune.mechanics.devices import profiled
 from autotune.plan import Launch
 from autotune.records.run_directory import LAUNCH_CHOICES, RunDirectory
 from autotune.records.run_documents import LaunchTrial
@@ -212,7 +211,7 @@ class Attending(nn.Module):
 def test_attention_is_computed_by_the_kernel_that_was_chosen(kernel: str) -> None:
     job = with_knobs(perceptron_job(model=Attending), f"attention={kernel}", where="test")
     engine = TorchEngine(job, options=UNMETERED)
-    with quiet_profiler(), profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profiled() as seen:
         engine.run(1)
     names = {event.key for event in seen.key_averages()}
     assert any(f"_scaled_dot_product_{'attention_math' if kernel == 'math' else 'flash'}" in name for name in names)

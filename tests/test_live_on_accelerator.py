@@ -196,12 +196,17 @@ def test_loop_on_an_accelerator_is_bit_identical_and_within_budget(accelerator: 
     lean, leanest, locks = train(LOOPS[name], accelerator, {"policy": "exact", "memory_budget_bytes": 1})
     assert lean == plain
     assert not locks
-    wandering, _, _ = train(LOOPS[name], accelerator, {"policy": Wanders(), "memory_budget_bytes": 10**12})
-    assert wandering == plain
-    for share in (0.0, 0.6):
+    ladder = autotune.Settings(storages=("selective", "rebuild"))
+    # As if this were the first step on the device: no ability may be asked for within a traced step.
+    devices.traces_memory.cache_clear()
+    for settings in (None, ladder):
+        attaching = {"policy": Wanders(), "memory_budget_bytes": 10**12, "settings": settings}
+        assert train(LOOPS[name], accelerator, attaching)[0] == plain
+    for share, settings in ((0.0, None), (0.6, None), (0.6, ladder)):
         least = max(leanest) / 0.995 + 1
         budget = int(least + share * max(max(fullest) - least, 0))
-        bounded, peaks, _ = train(LOOPS[name], accelerator, {"policy": "exact", "memory_budget_bytes": budget})
+        attaching = {"policy": "exact", "memory_budget_bytes": budget, "settings": settings}
+        bounded, peaks, _ = train(LOOPS[name], accelerator, attaching)
         assert bounded == plain
         assert max(peaks) <= budget, (peaks, budget)
 

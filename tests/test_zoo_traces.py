@@ -17,7 +17,7 @@ from torch import nn
 from zoo import Run
 
 from autotune.live.kill_switches import KILL_VARIABLE
-from autotune.mechanics.devices import quiet_profiler
+from autotune.mechanics.devices import profiled
 
 # Objects of a detached tuner: it still runs the loop, and has the step that an exception ended.
 HELD = {"LiveTuner", "Attached", "Limits", "Size", "BudgetFunction", "Trained", "Update", "WholeTensors", "RunningStep"}
@@ -33,7 +33,7 @@ WAYS = ("its end", "an exception", "the variable", "disabled")
 @pytest.fixture(autouse=True, scope="module")
 def _profiled_before() -> None:
     """Start the thread that torch's profiler keeps from its first use to the end of the process."""
-    with quiet_profiler(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with profiled():
         torch.ones(1)
 
 

@@ -234,6 +234,8 @@ def _baseline(engine: TorchEngine, found: Profile) -> Found:
         "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
         "batch_size": engine.job.batch_size,
         "units": len(found.units),
+        "storages": [str(storage) for storage in found.space.storages],
+        "precisions": [str(precision) for precision in found.space.precisions],
         "profiled": {"steps": found.steps, "seconds": found.seconds, "warnings": list(found.warnings)},
     }
 

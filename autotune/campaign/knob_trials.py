@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from autotune import knobs
 from autotune.engines.job_checks import build_model, build_optimizer
@@ -23,7 +22,7 @@ from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.launching import launched, with_knobs
 from autotune.measurement import Measurement
-from autotune.mechanics.devices import device_kind, quiet_profiler, release
+from autotune.mechanics.devices import device_kind, profiled, release
 from autotune.plan import Launch
 from autotune.records.run_documents import LaunchChoices, LaunchTrial
 from autotune.stats import median_interval
@@ -173,11 +172,7 @@ class KnobTrials:
 
     def _attends(self, job: Job) -> bool:
         """Return whether a step of a job calls torch's attention."""
-        with (
-            self._engine(job, _TIMED) as engine,
-            quiet_profiler(),
-            profile(activities=[ProfilerActivity.CPU]) as seen,
-        ):
+        with self._engine(job, _TIMED) as engine, profiled() as seen:
             _stepped(engine)
         return any("scaled_dot_product" in event.key for event in seen.key_averages())
 

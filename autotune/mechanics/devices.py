@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._autograd import DeviceType
-from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile, record_function
 
 from autotune.errors import InputError, first_line
 from autotune.io.environment_variables import variable
@@ -89,6 +88,12 @@ def device_kind(ranks: int = 1) -> str:
     if found is None or torch.accelerator.device_count() < ranks or not _is_traced(found):
         return "cpu"
     return found.type
+
+
+def accelerator_kind() -> list[str]:
+    """Return the type of accelerator that this torch is built for, whether there is one or not; none if for none."""
+    found = torch.accelerator.current_accelerator()
+    return [] if found is None else [found.type]
 
 
 def resolved(device: AnyDevice | None, where: str = "device") -> torch.device:
@@ -240,7 +245,10 @@ def unusable(device: AnyDevice) -> str | None:
 
 
 def _is_traced(device: torch.device) -> bool:
-    """Return whether a device's allocations are traced; ``True`` if none can be made now."""
+    """Return whether a device's allocations are traced; ``True`` if none can be made now, or a profiler runs."""
+    if torch._C._autograd._profiler_enabled():
+        # A second profiler within the first one would crash the process.
+        return True
     try:
         return traces_memory(device)
     except RuntimeError:
@@ -258,22 +266,22 @@ def traces_memory(device: AnyDevice) -> bool:
     if not is_accelerator(found):
         return True
     # Tracing the host suffices: the device's own tracing (CUPTI) need not be available.
-    with (
-        quiet_profiler(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
-        record_function("probe"),
-    ):
+    with profiled(memory=True) as seen, record_function("probe"):
         torch.empty(1024, device=found)
-    profiler: Any = seen.profiler
-    return any(
-        event.name() == "[memory]" and event.device_type() != DeviceType.CPU
-        for event in profiler.kineto_results.events()
-    )
+    results: Any = seen.kineto_results
+    return any(event.name() == "[memory]" and event.device_type() != DeviceType.CPU for event in results.events())
 
 
-def quiet_profiler() -> AbstractContextManager[None]:
-    """Stop the profiler's library from printing two lines on stderr at each use."""
-    return variable("KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL") or "99")
+@contextmanager
+def profiled(*, memory: bool = False) -> Iterator[profile]:
+    """Profile what the host does, without the lines that the profiler's library prints on stderr at each use.
+
+    Args:
+        memory: whether allocations are traced.
+    """
+    quiet = variable("KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL") or "99")
+    with quiet, profile(use_kineto=True, profile_memory=memory) as found:
+        yield found
 
 
 def autocast_dtypes(device: AnyDevice) -> tuple[torch.dtype, ...]:

@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile, record_function
 
 from autotune.mechanics import devices
 from autotune.mechanics.collectives import settled_collectives
-from autotune.mechanics.devices import quiet_profiler
 from autotune.mechanics.trees import tensors
 
 
@@ -73,10 +71,9 @@ class MemoryMeter:
     @contextmanager
     def _cpu(self, static: int) -> Iterator[None]:
         with (
-            quiet_profiler(),
             collection_paused(),
             settled_collectives(),
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace,
+            devices.profiled(memory=True) as trace,
             record_function("step"),
         ):
             yield
@@ -100,8 +97,8 @@ def collection_paused() -> Iterator[None]:
 
 def _largest_running_sum(trace: profile) -> int:
     """Return the maximum of the running sum of allocations and frees, in bytes, never below 0."""
-    profiler: Any = trace.profiler
-    events = profiler.kineto_results.events()
+    results: Any = trace.kineto_results
+    events = results.events()
     changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
     total = largest = 0
     for change in changes:

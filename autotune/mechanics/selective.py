@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotune.compiled import CompiledForward
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.compressed import mask_from_bits, mask_in_bits
-from autotune.mechanics.devices import device_kind
+from autotune.mechanics.devices import accelerator_kind
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.recorded_graph import GroupFacts, kept_groups
 from autotune.mechanics.repeats import is_due
@@ -250,7 +250,7 @@ def _remember(op: _Op, results: Any, uses: Mapping[_Value, int], found: dict[_Va
 def _without_autocast() -> Iterator[None]:
     """Run the body without autocast: recorded operations have their casts."""
     with ExitStack() as stack:
-        for kind in ("cpu", device_kind()):
+        for kind in ("cpu", *accelerator_kind()):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

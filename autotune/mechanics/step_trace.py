@@ -17,13 +17,11 @@ import torch
 from torch import nn
 from torch._C._profiler import _EventType
 from torch.autograd.graph import register_multi_grad_hook
-from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile, record_function
 
 from autotune.mechanics import devices
 from autotune.mechanics.ambient import transformed
 from autotune.mechanics.collectives import settled_collectives
-from autotune.mechanics.devices import quiet_profiler
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.memory_meter import storages
 from autotune.mechanics.trees import tensors
@@ -306,9 +304,8 @@ class StepTracer:
     def tracing(self) -> Iterator[None]:
         """Trace the body, one optimizer step."""
         with (
-            quiet_profiler(),
             settled_collectives(),
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+            devices.profiled(memory=True) as profiled,
             # The profiler keeps an accelerator's releases between operations only if they have a parent.
             record_function(self._STEP),
             self.watch,
@@ -350,9 +347,9 @@ class StepTracer:
     def _read(self, profiled: profile) -> StepTrace:
         marks: list[float] = []
         changes: list[tuple[float, int, int]] = []
-        profiler: Any = profiled.profiler
+        results: Any = profiled.kineto_results
         # There are tens of thousands of events, and each access costs microseconds.
-        waiting = list(profiler.kineto_results.experimental_event_tree())
+        waiting = list(results.experimental_event_tree())
         while waiting:
             event = waiting.pop()
             tag = event.tag

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from autotune.choices import REDUCED_PRECISIONS, Storage
 from autotune.engines.torch_engine import TorchEngine
@@ -14,6 +17,12 @@ from autotune.mechanics.loop_signals import any_error
 from autotune.plan import Plan, Precision
 from autotune.profiling.homogeneous_plans import spread_choices
 
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+# Functions that drop some of what they compute, and the place and name of the argument that says how much.
+_DROPPING: Mapping[Any, tuple[int, str]] = {
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+    F.multi_head_attention_forward: (10, "dropout_p"),
+}
 # Maximum number of units to measure. If there are more, evenly spaced ones represent the others.
 _MAX_UNITS = 24
 
@@ -23,7 +32,8 @@ def squared_errors(
 ) -> dict[str, dict[str, float]]:
     """Return the squared relative error of the whole gradient that each unit causes in each reduced precision.
 
-    The squared errors of single units add up to that of a plan.
+    The squared errors of single units add up to that of a plan. Nothing is dropped out meanwhile: a GPU draws another
+    mask for each format from the same random state, which would change the gradient more than rounding does.
 
     Args:
         engine: the engine; its training state does not change.
@@ -37,6 +47,31 @@ def squared_errors(
     lower = [precision for precision in space.precisions if precision in among]
     if not lower or Precision.FP32 not in space.precisions:
         return {}
+    with _WithoutDropout():
+        return _by_unit(engine, lower)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Context in which dropout returns what it is given."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch."""
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        place, name = _DROPPING.get(func, (-1, ""))
+        if 0 <= place < len(args):
+            args = (*args[:place], 0.0, *args[place + 1 :])
+        elif name:
+            kwargs[name] = 0.0
+        return func(*args, **kwargs)
+
+
+def _by_unit(engine: TorchEngine, lower: Sequence[Precision]) -> dict[str, dict[str, float]]:
+    """Return the squared errors by unit and precision."""
+    space = engine.space
     exact = engine.gradient(space.baseline())
     names = [unit.name for unit in space.units]
     measured = {

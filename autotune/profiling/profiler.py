@@ -441,13 +441,10 @@ class _Profiler:
         """Scale times to those of whole steps, at interpolated k as well; only an accelerator's need it."""
         if not devices.is_accelerator(self._engine.device):
             return result
-        space, seconds = self._engine.decided(result.space), {}
-        for name, plan in homogeneous_plans(space, space.accumulation_choices).items():
-            if name.passes_16_bit and name.precision not in result.uniform_tables:
-                continue
-            if values := self._time_plan(plan, fp32_borders=not name.passes_16_bit):
-                seconds[name] = min(values)
-        return corrected(result, seconds)
+        space = self._engine.decided(result.space)
+        plans = homogeneous_plans(space, space.accumulation_choices)
+        timed = [(plan, self._time_plan(plan)) for name, plan in plans.items() if not name.passes_16_bit]
+        return corrected(result, {plan: statistics.median(values) for plan, values in timed if values})
 
     def _calibrate(self, result: Profile) -> Profile:
         """Measure whole plans, interleaved, and fit the time model to them."""
@@ -465,11 +462,11 @@ class _Profiler:
         ]
         return calibrated(result, measured)
 
-    def _time_plan(self, plan: Plan, *, fp32_borders: bool = False) -> list[float]:
+    def _time_plan(self, plan: Plan) -> list[float]:
         """Return the seconds of the steps of one visit to a plan, without the warm-up step."""
-        if not self._engine.may_try(f"whole steps of {plan.to_json()}{', fp32 borders' * fp32_borders}"):
+        if not self._engine.may_try(str(plan.to_json())):
             return []
-        self._engine.apply_with(plan, fp32_borders=fp32_borders)
+        self._engine.apply(plan)
         window = self._engine.run(_VISIT_STEPS)
         return [] if window.failure is not None else list(window.step_s[1:])
 
