@@ -32,6 +32,7 @@ from autotune.measurement import Failure
 from autotune.mechanics import devices
 from autotune.mechanics.step_trace import StepTracer
 from autotune.profiling.flops import matmul_peak
+from autotune.profiling.passes import _judged, _Outcome
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.profiling.recompute_probe import storage_lock
 from autotune.profiling.tracing_engine import WatchedEngine
@@ -468,6 +469,32 @@ def test_unit_that_recomputes_differently_is_locked_on_a_device_that_rounds(acce
 
     accelerator.noise(True)
     assert lock_of(Forgetful()) is not None
+
+
+def outcome(value: float) -> _Outcome:
+    return _Outcome([torch.tensor([1.0 + value])], [], {}, [], writes=False, barred=None)
+
+
+@pytest.mark.parametrize(
+    ("saving", "recomputing", "locked"),
+    [
+        # An atomic sum that differs now and then: in one pass that recomputes, and in none of three that save.
+        ([0, 0, 0], [0, 1e-6, 0], False),
+        ([0, 1e-7, 0], [0, 0, 1e-6], False),
+        # Recomputation that always rounds otherwise.
+        ([0, 0, 0], [1e-6, 1e-6, 1e-6], True),
+        # Passes that differ by more than rounding explains.
+        ([0, 0, 0], [0, 1e-2, 0], True),
+        ([0, 1e-2, 0], [0, 0, 0], True),
+    ],
+)
+def test_recomputation_may_differ_as_repeated_passes_do(
+    saving: list[float], recomputing: list[float], *, locked: bool
+) -> None:
+    made = {False: map(outcome, saving), True: map(outcome, recomputing)}
+    differs = outcome(1e-2 if max(recomputing) > 1e-3 else 1e-6)
+    reason = _judged(outcome(0.0), differs, lambda *, recomputes: next(made[recomputes]))
+    assert (reason is not None) == locked, reason
 
 
 # 8

@@ -105,7 +105,13 @@ def test_device_is_probed_once(measuring_precisions):
     assert useful[0] is Precision.FP32
     assert sorted([*useful, *excluded]) == ["bf16", "fp16", "fp32"]
     for reason in excluded.values():
-        assert "cpu" in reason
+        assert "cpu" in reason or "bf16 is fast" in reason
+
+
+def test_fp16_is_not_offered_beside_a_fast_bf16_unless_it_is_named(measuring_precisions, monkeypatch):
+    monkeypatch.setattr(precision_module, "_ratio", lambda *_: 0.5)
+    assert useful_precisions("cpu") == (Precision.FP32, Precision.BF16)
+    assert "AUTOTUNE_PRECISIONS=fp32,bf16,fp16" in excluded_precisions("cpu")[Precision.FP16]
 
 
 @pytest.mark.parametrize(

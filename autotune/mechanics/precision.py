@@ -32,6 +32,10 @@ _REDUCED = tuple(DTYPES[precision] for precision in REDUCED_PRECISIONS)
 # A format without a native path is emulated: on CPUs, fp16 matrix products can run at a hundredth of fp32's speed, and
 # where they are fast, fp16 convolutions may not be. A ratio of 10 is far above any useful format and above noise.
 _SLOWEST_USEFUL_RATIO = 10.0
+# Why fp16 is not offered beside bf16.
+_NO_GAIN = (
+    f"bf16 is fast, too, and needs no loss scale; {known_precisions.PRECISIONS_VARIABLE}=fp32,bf16,fp16 offers both"
+)
 # Measurements of a format before it is excluded: on a busy machine, another process may disturb one of them.
 _LOOKS = 4
 
@@ -93,8 +97,11 @@ def excluded_precisions(device_type: str) -> Mapping[Precision, str]:
 
     The environment variable ``AUTOTUNE_PRECISIONS`` decides if it is set: ``bf16`` or ``bf16,fp16`` names the 16-bit
     formats to use, and ``fp32`` alone uses neither. ``fp8`` is considered only if it is named, and excluded even so
-    where it is emulated. Otherwise, a small matrix product and a small convolution are timed in each format, forward
-    and backward, in some tenths of a second overall. The result is kept for this process and for those that it starts.
+    where it is emulated.
+
+    Otherwise, a small matrix product and a small convolution are timed in each format, forward and backward, in some
+    tenths of a second overall. Where bf16 is fast, fp16 is excluded: it would lengthen each profile and search, and
+    needs a loss scale. The result is kept for this process and for those that it starts.
 
     Raises:
         InputError: if the environment variable names something else than a precision.
@@ -105,6 +112,8 @@ def excluded_precisions(device_type: str) -> Mapping[Precision, str]:
     named = known_precisions.named()
     considered = [one for one in REDUCED_PRECISIONS if _is_considered(one, named)]
     reasons = {precision: _reason_against(precision, device_type, named) for precision in considered}
+    if named is None and not reasons[Precision.BF16] and not reasons[Precision.FP16]:
+        reasons[Precision.FP16] = _NO_GAIN
     known_precisions.keep(device_type, {precision: reason for precision, reason in reasons.items() if reason})
     for precision, reason in reasons.items():
         if precision.asked_only and reason:
