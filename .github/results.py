@@ -132,6 +132,13 @@ def _predicted_on_gpu(found: Document) -> str:
     """Return how far predictions were off, over the plans of all arms; no profile knows the arithmetic of tf32."""
     arms = [arm for job in found["jobs"] for name, arm in job["arms"].items() if name != "tf32"]
     plans = [one for arm in arms for one in arm["plans"] if one["seconds_per_step"]]
+    if not plans:
+        first = found["answers"]
+        return (
+            f"No arm was measured in this time. Over {first['time']['plans']} plans at 60 and 40 % of the baseline's "
+            f"memory, peaks were within {first['memory']['worst_frac']:.2%} and times within "
+            f"{first['time']['worst_frac']:.1%}."
+        )
     times: dict[int, list[float]] = {}
     for one in plans:
         ratio = one["predicted_seconds_per_step"] / one["seconds_per_step"]
@@ -162,13 +169,11 @@ def gpu(found: Document) -> Iterator[str]:
             f"{profiled['seconds']:.0f} s. Warned: {'; '.join(profiled['warnings']) or 'nothing'}."
         )
         shares = [f"within {share:.0%}" for share in kept["shares"]]
-        yield from table(
-            ["arm: times as fast", *shares],
-            (
-                [name, *(f"{one['speedup']:.2f}" if one["fits"] else "no fit" for one in arm["budgets"])]
-                for name, arm in job["arms"].items()
-            ),
-        )
+        rows = [
+            [name, *(f"{one['speedup']:.2f}" if one["fits"] else "no fit" for one in arm["budgets"])]
+            for name, arm in job["arms"].items()
+        ]
+        yield from table(["arm: times as fast", *shares], rows) if rows else ()
         yield from table(
             ["attached", "step time, attached over not", "with one-off costs over 1,000 steps"],
             (

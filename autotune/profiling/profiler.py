@@ -304,7 +304,8 @@ class _Profiler:
         found = {name: traced[name] for name in self._engine.decided([*without_copies(traced)])}
         self._report(0.25)
         self._time(found)
-        if self._options.is_lean:
+        if self._options.is_lean and not devices.is_accelerator(self._engine.device):
+            # An accelerator's times are corrected by whole steps.
             found = self._time_again(found)
         self._engine.apply(self._engine.space.baseline())
         return found
