@@ -31,7 +31,8 @@ def chosen(report_to: object = None, *, where: str = "report_to") -> Name:
         InputError: if there is no such tracker, or its library is not installed.
     """
     if report_to is None:
-        report_to, where = os.environ.get(VARIABLE) or "mlflow", VARIABLE
+        named = os.environ.get(VARIABLE)
+        report_to, where = (named, VARIABLE) if named else ("mlflow", where)
     if not isinstance(report_to, str) or report_to not in LIBRARIES:
         raise InputError(f"is {report_to!r}", where=where, allowed=", ".join(LIBRARIES))
     name = cast("Name", report_to)

@@ -161,3 +161,12 @@ def test_tracker_that_is_not_installed_is_rejected_with_its_remedy(
     with pytest.raises(AutotuneError, match=r"AUTOTUNE_REPORT_TO.*wandb is not installed"):
         autotune.compare(tiny_job.job(), ["sqrt"], runs_dir=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_doctor_tells_that_the_default_tracker_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("AUTOTUNE_REPORT_TO", raising=False)
+    monkeypatch.setattr(extras, "is_installed", lambda module: module != "mlflow")
+    assert run_command(["doctor", "--json", "--runs-dir", str(tmp_path)]) == 0
+    assert "mlflow is not installed" in json.loads(capsys.readouterr().out)["tracking"]

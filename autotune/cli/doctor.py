@@ -46,14 +46,14 @@ def _examine(runs: Path) -> dict[str, Any]:
 
     from autotune import __version__
     from autotune.catalog import catalog
-    from autotune.errors import RunDirectoryError
+    from autotune.errors import InputError, RunDirectoryError
     from autotune.io.addresses import without_secrets
     from autotune.mechanics import devices
     from autotune.mechanics.energy_meter import find_meter
     from autotune.mechanics.precision import excluded_precisions, useful_precisions
     from autotune.records.destinations import destination
     from autotune.records.run_directory import require_writable
-    from autotune.report_to import chosen
+    from autotune.report_to import VARIABLE, chosen
 
     kind = devices.device_kind()
     try:
@@ -61,6 +61,13 @@ def _examine(runs: Path) -> dict[str, Any]:
         writable = "yes"
     except RunDirectoryError as error:
         writable = str(error)
+    try:
+        tracking = without_secrets(destination(chosen(), runs, runs).address)
+    except InputError as error:
+        if os.environ.get(VARIABLE):
+            raise
+        # Nobody has asked for the default tracker, whose library is missing.
+        tracking = str(error)
     return {
         "autotune": __version__,
         "torch": torch.__version__,
@@ -77,7 +84,7 @@ def _examine(runs: Path) -> dict[str, Any]:
         "jobs": list(catalog()),
         "runs_directory": str(runs),
         "runs_writable": writable,
-        "tracking": without_secrets(destination(chosen(), runs, runs).address),
+        "tracking": tracking,
         "extras": {name: is_installed(name) for name in EXTRAS},
     }
 
