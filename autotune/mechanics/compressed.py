@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.devices import is_accelerator
 from autotune.mechanics.trees import tensors
+from autotune.mechanics.watching_hooks import keeps
 
 _GROUP = 256
 # Numbers that are rounded at once: few temporary bytes, and on a host they stay in its cache.
@@ -123,6 +124,7 @@ class _Packer:
         """Return what is kept of a tensor."""
         is_weight, tensor = isinstance(tensor, torch.nn.Parameter), tensor.detach()
         if is_weight or not self._takes(tensor):
+            keeps([tensor])
             return Kept(tensor, tensor._version)
         storage = tensor.untyped_storage()
         key = (
@@ -134,8 +136,10 @@ class _Packer:
             tensor.stride(),
         )
         if key not in self._known:
-            packed = self._packed(tensor) or Kept(tensor, tensor._version)
-            self._known[key] = StorageWeakRef(storage), packed
+            packed = self._packed(tensor)
+            if packed is None:
+                keeps([tensor])
+            self._known[key] = StorageWeakRef(storage), packed or Kept(tensor, tensor._version)
         return self._known[key][1]
 
     def _packed(self, tensor: torch.Tensor) -> Bits | _Rounded | None:

@@ -26,6 +26,7 @@ from autotune.mechanics import devices
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.compressed import WRITTEN, Kept
 from autotune.mechanics.trees import tensors
+from autotune.mechanics.watching_hooks import keeps
 
 # Copying fewer bytes takes longer to start than to run, at the tens of GB/s of a PCIe link.
 _SMALLEST_BYTES = 2**20
@@ -37,6 +38,7 @@ class _Moved:
     Attributes:
         device: the device.
         uses: saved tensors that have this storage.
+        here: its bytes on the device; ``None`` while they are on the host alone.
         source: reference that keeps the address of the storage from being used again while this object lives.
 
     Args:
@@ -49,9 +51,9 @@ class _Moved:
         storage, self.device = tensor.untyped_storage(), tensor.device
         self.source = StorageWeakRef(storage)
         self.uses = self._left = 0
-        self._here: torch.Tensor | None = _flat(storage, self.device)
+        self.here: torch.Tensor | None = _flat(storage, self.device)
         self._there: torch.Tensor | None = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-        self._copy(self._there, self._here)
+        self._copy(self._there, self.here)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the second stream, after what the present stream has been given so far."""
@@ -62,31 +64,31 @@ class _Moved:
 
     def leave(self, returned: frozenset[int]) -> None:
         """Free the device's memory, which the present stream no longer uses; keep what the unit returns instead."""
-        if self._here is None:
+        if self.here is None:
             return
         if self.source.cdata in returned:
             self._there = None
         elif self._there is not None:
-            self._here = None
+            self.here = None
 
     def fetch(self) -> None:
         """Begin to copy the storage back, if it is not on the device."""
-        if self._here is not None or self._there is None:
+        if self.here is not None or self._there is None:
             return
-        self._here, self._left = torch.empty_like(self._there, device=self.device, pin_memory=False), self.uses
+        self.here, self._left = torch.empty_like(self._there, device=self.device, pin_memory=False), self.uses
         self._allocated_on = devices.current_stream(self.device)
-        self._copy(self._here, self._there)
+        self._copy(self.here, self._there)
         self._arrival = devices.side_stream(self.device).record_event()
 
     def take(self) -> torch.UntypedStorage:
         """Return the storage on the device; after the last use, this object keeps it on the host alone."""
         self.fetch()
-        assert self._here is not None
+        assert self.here is not None
         self._settle(devices.current_stream(self.device))
-        found = self._here.untyped_storage()
+        found = self.here.untyped_storage()
         self._left -= 1
         if self._left == 0 and self._there is not None:
-            self._here = None
+            self.here = None
         return found
 
     def _settle(self, *streams: torch.Stream) -> None:
@@ -168,6 +170,7 @@ class _Call:
         """Return what is kept of a tensor."""
         if not self._takes(tensor):
             kept = tensor.detach()
+            keeps([kept])
             return Kept(kept, kept._version)
         key = tensor.untyped_storage()._cdata, tensor._version
         moved = self._moved.get(key) or _copies.get(key)
@@ -190,6 +193,7 @@ class _Call:
         """Wait, on the device, for the copies to the host, and free what the unit does not return."""
         self.returned = [StorageWeakRef(one.untyped_storage()) for one in _stored(tensors(outputs))]
         returned = frozenset(one.cdata for one in self.returned)
+        keeps(moved.here for moved in self._moved.values() if moved.source.cdata in returned and moved.here is not None)
         for device in {moved.device for moved in self._moved.values()}:
             devices.current_stream(device).wait_stream(devices.side_stream(device))
         for moved in self._moved.values():

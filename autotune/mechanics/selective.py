@@ -38,6 +38,7 @@ from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.recorded_graph import GroupFacts, kept_groups
 from autotune.mechanics.repeats import is_due
 from autotune.mechanics.trees import tensors
+from autotune.mechanics.watching_hooks import keeps
 
 _aten = torch.ops.aten
 # Sources that autograd has not saved are copied up to this size.
@@ -545,6 +546,7 @@ class _Recorder(TorchDispatchMode):
                 if checks and value.saved and value.tensor is not None:
                     value.digest = _digest(value.tensor)
                 value.tensor = None
+        keeps(value.tensor for value in self._all if value.tensor is not None)
         self._clear()
 
     def drop(self) -> None:

@@ -25,7 +25,7 @@ from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.memory_meter import storages
 from autotune.mechanics.trees import tensors
-from autotune.mechanics.watching_hooks import WatchingHook, clear_copies, yielding_saved_hooks
+from autotune.mechanics.watching_hooks import WatchingHook, clear_copies, observing_kept, yielding_saved_hooks
 
 Phase = Literal["forward", "backward", "update"]
 
@@ -310,6 +310,7 @@ class StepTracer:
             record_function(self._STEP),
             self.watch,
             yielding_saved_hooks(self._pack, self._give_way),
+            observing_kept(self._keep),
         ):
             yield
         if self.watch.spoilt is None:
@@ -328,10 +329,14 @@ class StepTracer:
             mark = len(self.watch.places) - 1
             self._seen += [(role, place, mark, self._address(tensor)) for tensor in found]
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _keep(self, kept: Iterable[torch.Tensor]) -> None:
         watch = self.watch
         if watch.places and watch.place.phase == "forward" and watch.place.micro_batch == 0:
-            self._seen.append(("saved", watch.place, -1, self._address(tensor)))
+            self._seen += [("saved", watch.place, -1, self._address(tensor)) for tensor in kept]
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        watch = self.watch
+        self._keep([tensor])
         try:
             # Detached: a saved output would otherwise keep its own graph alive.
             return tensor.detach()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 Pack = Callable[[torch.Tensor], torch.Tensor]
+
+# Those who observe what units with hooks of their own for saved tensors keep.
+_observers: list[Callable[[Iterable[torch.Tensor]], None]] = []
 
 # A pickled hook becomes this function of the standard library, which takes any arguments and does nothing.
 _INERT = nullcontext().__exit__
@@ -98,6 +101,31 @@ def yielding_saved_hooks(pack: Pack, gave_way: Callable[[], None]) -> Iterator[N
         autograd._saved_tensors_hooks_disable = disable
         if ours_on_top():
             autograd._pop_saved_tensors_default_hooks()
+
+
+@contextmanager
+def observing_kept(observe: Callable[[Iterable[torch.Tensor]], None]) -> Iterator[None]:
+    """Observe the tensors that units keep as they are by other means than autograd, while the body runs.
+
+    Args:
+        observe: function that receives the tensors, within the unit's forward pass.
+    """
+    _observers.append(observe)
+    try:
+        yield
+    finally:
+        _observers.remove(observe)
+
+
+def keeps(kept: Iterable[torch.Tensor]) -> None:
+    """Tell observers which tensors the running unit keeps as they are until its backward pass.
+
+    Args:
+        kept: the tensors; not read if nobody observes.
+    """
+    told = list(kept) if _observers else []
+    for observe in _observers:
+        observe(told)
 
 
 def _unpacked(tensor: torch.Tensor) -> torch.Tensor:

@@ -183,18 +183,20 @@ def _boundaries(
 
 
 def _keep_silently(trace: StepTrace, silent: Collection[str], found: Mapping[Block, Passing]) -> None:
-    """Count units as keepers of the boundaries that stay, if the trace does not tell what the units save.
+    """Count units as keepers of the boundaries that stay, if the trace does not tell anything that the units keep.
 
     One that receives a boundary keeps it; one that has made it, only if no other one does.
     """
+    telling = {sighting.place.segment for sighting in trace.sightings if sighting.role == "saved"}
     for role in ("input", "output"):
         for sighting in trace.sightings:
             passing = found.get(block) if (block := trace.block_at(sighting.address, sighting.time)) else None
             if sighting.role != role or passing is None or not passing.stays:
                 continue
-            is_silent = trace.calls[sighting.place.segment // 2] in silent
+            segment = sighting.place.segment
+            is_silent = trace.calls[segment // 2] in silent and segment not in telling
             if is_silent and (role == "input" or not passing.keepers):
-                passing.keepers.add(sighting.place.segment)
+                passing.keepers.add(segment)
 
 
 def _passing(trace: StepTrace, block: Block, turn: float) -> Passing:

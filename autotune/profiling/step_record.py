@@ -115,7 +115,7 @@ def recomputed_units(plan: Plan) -> list[str]:
 
 
 def silent_units(plan: Plan) -> list[str]:
-    """Return the names of the units that keep other things than what autograd saves, which a trace does not see."""
+    """Return the names of the units that keep other things than what autograd saves, which a trace may not see."""
     return [name for name, storage in plan.storage.items() if storage is not Storage.SAVE and not storage.recomputes]
 
 
