@@ -28,8 +28,9 @@ OURS: Mapping[str, Sequence[Storage]] = {
 }
 # Number of the solver's plans that are tried for each budget: planners measure their best few.
 _FINALISTS = 2
-# Timed steps that choose an arm, after the step that compiles and the metered one; and those of each window.
-_SURVEY_STEPS, WINDOW_STEPS = 3, 3
+# Timed steps that choose an arm, after the step that compiles, the metered one and an untimed one; and those of each
+# window.
+_SURVEY_STEPS, WINDOW_STEPS = 4, 3
 # Seconds within which a window must end; the first one compiles.
 _PATIENCE_S = 3600.0
 
@@ -162,9 +163,9 @@ class Arm:
         return statistics.median(self.seconds) if self.seconds else self.survey_s or math.inf
 
     def survey(self) -> None:
-        """Run the first steps: one that compiles, one whose memory is metered, and timed ones."""
-        first = self._run(1)
-        if first is not None and self._run(1) is not None and (timed := self._run(_SURVEY_STEPS)) is not None:
+        """Run the first steps: one that compiles, one whose memory is metered, one that is untimed, and timed ones."""
+        first, *between = (self._run(1) for _ in range(3))
+        if first is not None and None not in between and (timed := self._run(_SURVEY_STEPS)) is not None:
             self.survey_s = timed
             self.compile_s = max(first - timed, 0.0)
 
