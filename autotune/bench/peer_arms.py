@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -164,10 +165,10 @@ class Arm:
 
     def survey(self) -> None:
         """Run the first steps: one that compiles, one whose memory is metered, one that is untimed, and timed ones."""
-        first, *between = (self._run(1) for _ in range(3))
-        if first is not None and None not in between and (timed := self._run(_SURVEY_STEPS)) is not None:
+        untimed = list(itertools.takewhile(lambda seconds: seconds is not None, (self._run(1) for _ in range(3))))
+        if len(untimed) == 3 and (timed := self._run(_SURVEY_STEPS)) is not None:
             self.survey_s = timed
-            self.compile_s = max(first - timed, 0.0)
+            self.compile_s = max((untimed[0] or 0.0) - timed, 0.0)
 
     def take(self) -> None:
         """Run one window of a round, after an untimed step that follows the other arms; one that failed runs none."""
