@@ -52,6 +52,12 @@ class Kept:
     tensor: torch.Tensor
     version: int
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Kept:
+        """Keep a tensor without a graph, and tell those who observe it."""
+        keeps([tensor])
+        return cls(tensor, tensor._version)
+
     def restored(self) -> torch.Tensor:
         """Return the tensor.
 
@@ -124,8 +130,7 @@ class _Packer:
         """Return what is kept of a tensor."""
         is_weight, tensor = isinstance(tensor, torch.nn.Parameter), tensor.detach()
         if is_weight or not self._takes(tensor):
-            keeps([tensor])
-            return Kept(tensor, tensor._version)
+            return Kept.of(tensor)
         storage = tensor.untyped_storage()
         key = (
             storage._cdata,
@@ -136,10 +141,8 @@ class _Packer:
             tensor.stride(),
         )
         if key not in self._known:
-            packed = self._packed(tensor)
-            if packed is None:
-                keeps([tensor])
-            self._known[key] = StorageWeakRef(storage), packed or Kept(tensor, tensor._version)
+            packed = self._packed(tensor) or Kept.of(tensor)
+            self._known[key] = StorageWeakRef(storage), packed
         return self._known[key][1]
 
     def _packed(self, tensor: torch.Tensor) -> Bits | _Rounded | None:

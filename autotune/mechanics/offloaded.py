@@ -38,7 +38,6 @@ class _Moved:
     Attributes:
         device: the device.
         uses: saved tensors that have this storage.
-        here: its bytes on the device; ``None`` while they are on the host alone.
         source: reference that keeps the address of the storage from being used again while this object lives.
 
     Args:
@@ -51,9 +50,9 @@ class _Moved:
         storage, self.device = tensor.untyped_storage(), tensor.device
         self.source = StorageWeakRef(storage)
         self.uses = self._left = 0
-        self.here: torch.Tensor | None = _flat(storage, self.device)
+        self._here: torch.Tensor | None = _flat(storage, self.device)
         self._there: torch.Tensor | None = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-        self._copy(self._there, self.here)
+        self._copy(self._there, self._here)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the second stream, after what the present stream has been given so far."""
@@ -64,31 +63,32 @@ class _Moved:
 
     def leave(self, returned: frozenset[int]) -> None:
         """Free the device's memory, which the present stream no longer uses; keep what the unit returns instead."""
-        if self.here is None:
+        if self._here is None:
             return
         if self.source.cdata in returned:
             self._there = None
+            keeps([self._here])
         elif self._there is not None:
-            self.here = None
+            self._here = None
 
     def fetch(self) -> None:
         """Begin to copy the storage back, if it is not on the device."""
-        if self.here is not None or self._there is None:
+        if self._here is not None or self._there is None:
             return
-        self.here, self._left = torch.empty_like(self._there, device=self.device, pin_memory=False), self.uses
+        self._here, self._left = torch.empty_like(self._there, device=self.device, pin_memory=False), self.uses
         self._allocated_on = devices.current_stream(self.device)
-        self._copy(self.here, self._there)
+        self._copy(self._here, self._there)
         self._arrival = devices.side_stream(self.device).record_event()
 
     def take(self) -> torch.UntypedStorage:
         """Return the storage on the device; after the last use, this object keeps it on the host alone."""
         self.fetch()
-        assert self.here is not None
+        assert self._here is not None
         self._settle(devices.current_stream(self.device))
-        found = self.here.untyped_storage()
+        found = self._here.untyped_storage()
         self._left -= 1
         if self._left == 0 and self._there is not None:
-            self.here = None
+            self._here = None
         return found
 
     def _settle(self, *streams: torch.Stream) -> None:
@@ -169,9 +169,7 @@ class _Call:
     def pack(self, tensor: torch.Tensor) -> Kept | _View:
         """Return what is kept of a tensor."""
         if not self._takes(tensor):
-            kept = tensor.detach()
-            keeps([kept])
-            return Kept(kept, kept._version)
+            return Kept.of(tensor.detach())
         key = tensor.untyped_storage()._cdata, tensor._version
         moved = self._moved.get(key) or _copies.get(key)
         if moved is None:
@@ -193,7 +191,6 @@ class _Call:
         """Wait, on the device, for the copies to the host, and free what the unit does not return."""
         self.returned = [StorageWeakRef(one.untyped_storage()) for one in _stored(tensors(outputs))]
         returned = frozenset(one.cdata for one in self.returned)
-        keeps(moved.here for moved in self._moved.values() if moved.source.cdata in returned and moved.here is not None)
         for device in {moved.device for moved in self._moved.values()}:
             devices.current_stream(device).wait_stream(devices.side_stream(device))
         for moved in self._moved.values():

@@ -119,6 +119,7 @@ class StepWatch:
         places: places of the step, in order.
         stamps: result of ``stamp`` on entering each place.
         calls: the units called in each micro-batch.
+        thread: the step's thread; another one may run the model meanwhile.
         spoilt: why the observations are incomplete; ``None`` if they are complete.
 
     Args:
@@ -141,8 +142,7 @@ class StepWatch:
         self._on_call = on_call
         self._hooks = ExitStack()
         self._copies: list[Any] = []
-        # The step's thread; another one may run the model meanwhile.
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self.places: list[Place] = []
         self.stamps: list[Any] = []
         self.calls: list[list[str]] = []
@@ -176,7 +176,7 @@ class StepWatch:
     def begin(self, phase: Phase) -> None:
         """Begin a micro-batch's forward or backward pass, or the update after it."""
         if phase == "forward":
-            self._thread = threading.get_ident()
+            self.thread = threading.get_ident()
             self.calls.append([])
             self._go(Place(len(self.calls) - 1, phase, 0))
         elif not self.calls:
@@ -211,7 +211,7 @@ class StepWatch:
         self._go(Place(self.place.micro_batch, "forward", 2 * call + 2))
 
     def _watching(self) -> bool:
-        if not self.places or self.place.phase != "forward" or threading.get_ident() != self._thread:
+        if not self.places or self.place.phase != "forward" or threading.get_ident() != self.thread:
             return False
         if transformed():
             self.spoilt = "a unit was called within torch.func or forward-mode differentiation"
@@ -330,8 +330,10 @@ class StepTracer:
             self._seen += [(role, place, mark, self._address(tensor)) for tensor in found]
 
     def _keep(self, kept: Iterable[torch.Tensor]) -> None:
+        # Another thread may run units meanwhile.
         watch = self.watch
-        if watch.places and watch.place.phase == "forward" and watch.place.micro_batch == 0:
+        is_first = watch.places and watch.place.phase == "forward" and watch.place.micro_batch == 0
+        if is_first and threading.get_ident() == watch.thread:
             self._seen += [("saved", watch.place, -1, self._address(tensor)) for tensor in kept]
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
