@@ -31,7 +31,10 @@ from autotune.live.limits import Limits
 from autotune.measurement import Failure
 from autotune.mechanics import devices
 from autotune.mechanics.step_trace import StepTracer
+from autotune.plan import Plan
+from autotune.profiling import profiler
 from autotune.profiling.flops import matmul_peak
+from autotune.profiling.homogeneous_plans import homogeneous_plans
 from autotune.profiling.passes import _judged, _Outcome
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.profiling.recompute_probe import storage_lock
@@ -155,6 +158,18 @@ def test_plan_for_a_reserved_budget_fits_despite_fragmentation(accelerator: Modu
 
 
 # 5
+
+
+def test_times_at_every_k_are_those_of_whole_steps(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def took(plan: Plan) -> float:
+        # Bound by launches: not on a line between the smallest and the largest k.
+        return max(1.0, 0.4 * plan.accumulation_steps) * (1.3 if "recompute" in plan.storage.values() else 1.0)
+
+    monkeypatch.setattr(profiler._Profiler, "_time_plan", lambda _self, plan: [took(plan)])
+    known = profiled(accumulation_choices=(1, 2, 4))
+    assert any("k = 2 is interpolated" in warning for warning in known.warnings)
+    for plan in homogeneous_plans(known.space, (1, 2, 4)).values():
+        assert seconds_per_step(known, plan) == pytest.approx(took(plan), rel=1e-3), plan
 
 
 def test_out_of_memory_is_returned_as_a_failure_and_leaves_nothing_behind(accelerator: ModuleType) -> None:
