@@ -13,7 +13,8 @@ from torch import nn
 
 from autotune import EngineOptions, InputError, JobError, Plan, Storage, TorchEngine
 from autotune.choices import COMPILED_STORAGES
-from autotune.mechanics import controls
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.mechanics import compressed, controls
 from autotune.mechanics.compressed import _rounded, mask_in_bits
 from autotune.mechanics.storages import offered
 from autotune.profiling.profiler import ProfilerOptions, profile
@@ -277,3 +278,35 @@ def test_a_profile_tells_the_error_of_the_gradient_and_leaves_out_what_puts_it_t
     found = profile(tiny_job.make(model=WideNetwork, storages=UNCOMPILED), device_name="here", options=options)
     assert found.space.storages == tuple(storage for storage in UNCOMPILED if storage.exact)
     assert sum("more than 50%, so no plan may use it" in warning for warning in found.warnings) == 2
+
+
+class Headless(tiny_job.Network):
+    """Blocks with large activations, without a head that would need more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(tiny_job.WIDTH, 512), nn.Tanh(), nn.Linear(512, tiny_job.WIDTH)) for _ in range(3)
+        )
+        self.head = nn.Identity()
+
+
+def test_no_peak_is_predicted_too_low_between_profiled_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Numbers that are rounded at once: more than those of a tensor at k = 4, fewer than at k = 1.
+    monkeypatch.setattr(compressed, "_AT_ONCE", 2**15)
+    job = tiny_job.make(
+        model=Headless,
+        loss=lambda model, batch: model(batch[:, :-1]).square().mean(),
+        evaluate=lambda _model: 0.0,
+        storages=COMPRESSED,
+        accumulation_choices=(1, 2, 4),
+    )
+    found = profile(job, device_name="here", options=ProfilerOptions.lean())
+    assert any("k = 2 is interpolated" in warning for warning in found.warnings)
+    engine = TorchEngine(job, options=EngineOptions(discard_steps=1))
+    names = found.space.recomputable
+    for mixed in (dict.fromkeys(names, "compress8"), dict.fromkeys(names, "compress4"), {names[-1]: "compress4"}):
+        engine.apply(found.space.baseline().changed(accumulation_steps=2, storage=mixed))
+        measured = engine.run(2).peak_bytes
+        assert measured is not None
+        assert 0.9999 * measured <= peak_bytes(found, engine.plan) <= 1.2 * measured

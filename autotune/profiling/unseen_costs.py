@@ -16,6 +16,7 @@ from autotune.units import Unit
 # Factor on bytes that were seen in other units.
 _UNSEEN_MARGIN = 1.03
 
+_INEXACT = tuple(storage for storage in STORAGES if not storage.exact)
 _RECOMPUTING = tuple(storage for storage in STORAGES if storage.recomputes)
 
 # Units of one kind cost the same: a unit's class, and its number of parameters.
@@ -251,7 +252,7 @@ def with_all_ks(tables: Sequence[StepTable], batch_size: int, space: PlanSpace) 
 
     Bytes are interpolated in the size of the micro-batch, and seconds in k, since a step takes some time for its batch
     and some for each micro-batch. A peak is the maximum of several linear functions, so interpolation never yields too
-    little.
+    little; but an inexact storage's temporary bytes have a limit, so that its peaks are bounded from above instead.
 
     Args:
         tables: tables of the profiled k, ascending.
@@ -281,6 +282,10 @@ def _between(low: StepTable, high: StepTable, k: int, micro_batch: int) -> StepT
     def line(pair: Sequence[int]) -> int:
         return math.ceil(pair[0] + (pair[1] - pair[0]) * of_size)
 
+    def limited(pair: Sequence[int]) -> int:
+        """Return at least a peak that grows with the size, but less than in proportion to it."""
+        return max(line(pair), min(pair[0], math.ceil(pair[1] * micro_batch / high.micro_batch)))
+
     def seconds(pair: Sequence[float]) -> float:
         return pair[0] + (pair[1] - pair[0]) * of_k
 
@@ -288,8 +293,10 @@ def _between(low: StepTable, high: StepTable, k: int, micro_batch: int) -> StepT
         """Return a peak in the first and in later micro-batches, which differ as in the second table."""
         return own, max(0, second[1] + own - second[0])
 
-    def between(first: Cost, second: Cost) -> Cost:
+    def between(name: str, first: Cost, second: Cost) -> Cost:
         cost = combined([first, second], seconds, line)
+        if name.partition("/")[2] in _INEXACT:
+            cost = replace(combined([first, second], seconds, limited), saved_bytes=cost.saved_bytes)
         if low.accumulation_steps > 1:
             return cost
         # At k = 1 there are no later micro-batches. Their difference does not depend on their size.
@@ -301,7 +308,7 @@ def _between(low: StepTable, high: StepTable, k: int, micro_batch: int) -> StepT
 
     # Gradient bytes come from the second table: at k = 1, ranks shard gradients at once, so none may remain.
     segments = [
-        replace(other, costs={name: between(cost, other.costs[name]) for name, cost in one.costs.items()})
+        replace(other, costs={name: between(name, cost, other.costs[name]) for name, cost in one.costs.items()})
         for one, other in zip(low.segments, high.segments, strict=True)
     ]
     boundaries = [
