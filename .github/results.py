@@ -30,9 +30,9 @@ def interval(value: float | None, ends: Iterable[float] | None, digits: int = 2)
     """Return a value with its interval."""
     if value is None:
         return ""
-    if ends is None:
+    low, high = (value, value) if ends is None else ends
+    if low == high == value:
         return f"{value:.{digits}f}"
-    low, high = ends
     return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
@@ -254,6 +254,32 @@ def peers(found: Document) -> Iterator[str]:
     )
 
 
+def storages(found: Document) -> Iterator[str]:
+    """Yield time and peak of each storage, beside saving all in the same precision."""
+    first = found["rows"][0]
+    yield (
+        f"Job `{found['job']}`, one storage in all units at k = {found['accumulation_steps']}; rounds of windows in "
+        f"turn: {found['rounds']}. Saving all in {first['precision']} takes {1000 * first['seconds_per_step']:.0f} ms "
+        f"a step and {format_bytes(first['peak_bytes'])}. The first window compiles."
+    )
+    yield from table(
+        ["precision", "storage", "step", "time over saving's", "peak over saving's", "first window"],
+        (
+            (
+                row["precision"],
+                row["storage"],
+                f"{1000 * row['seconds_per_step']:.0f} ms",
+                interval(row["over_saving"]["ratio_median"], row["over_saving"]["ratio_ci95"]),
+                f"{row['peak_over_saving']:.0%}",
+                f"{row['first_window_s']:.1f} s",
+            )
+            if row["failure"] is None
+            else (row["precision"], row["storage"], row["failure"], "", "", "")
+            for row in found["rows"]
+        ),
+    )
+
+
 def simulator(found: Document) -> Iterator[str]:
     """Yield the simulator's rate, and how it ranks plans."""
     ranking = found["ranking"]
@@ -349,6 +375,7 @@ KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
     "attach": ("Attached to live training", attached),
     "batching": ("Adaptive batching", batching),
     "reproduce": ("The paper's tables, on small jobs", reproduced),
+    "storages": ("What each storage costs", storages),
     "peers": ("Techniques of other programs", peers),
     "operations": ("Errors of predictions, by operation", operations),
     "gpu": ("On a GPU", gpu),

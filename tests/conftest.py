@@ -20,6 +20,11 @@ from hypothesis import settings
 from autotune.mechanics import known_precisions, processor_wait
 from autotune.records import to_mlflow
 
+# Tests are of the CPU, whose sums repeat bit for bit, and of a simulated accelerator; a real one is hidden unless this
+# variable is set.
+if "AUTOTUNE_TEST_ACCELERATOR" not in os.environ:
+    os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+
 # Machines differ in what they compute fast. Every process of a test inherits this; tests of the measurement remove it.
 _FAST = "fp32,bf16,fp16" if torch.accelerator.is_available() else "fp32,bf16"
 os.environ.setdefault(known_precisions.PRECISIONS_VARIABLE, _FAST)

@@ -156,7 +156,7 @@ def test_interrupted_benchmark_is_marked_as_interrupted() -> None:
 
 
 def test_every_arm_has_every_budget_and_predictions_next_to_measurements() -> None:
-    asked = {"job": JOB, "device": "cpu", "seed": 0, "data": None}
+    asked = {"job": JOB, "device": "cpu", "seed": 0, "data": None, "arms": None}
     (machine,) = here({"part": "machine", "jobs": [JOB], **asked}, 1)
     assert machine["arms"] == [*ARMS, "attached"]
     assert machine["machine"]["torch"] == torch.__version__
@@ -238,7 +238,7 @@ def job():
 def test_out_of_memory_in_the_optimizer_is_reported(tmp_path: Path) -> None:
     (tmp_path / "large.py").write_text(NO_ROOM)
     (tmp_path / "tiny_job.py").symlink_to(JOB)
-    asked = {"part": "known", "job": str(tmp_path / "large.py"), "device": "cpu", "seed": 0, "data": None}
+    asked = {"part": "known", "job": str(tmp_path / "large.py"), "device": "cpu", "seed": 0, "data": None, "arms": None}
     with pytest.raises(InputError, match="out_of_memory: OutOfMemoryError: no room for the states"):
         list(here(asked, 1))
 
@@ -274,7 +274,7 @@ def test_gpu_benchmark_ends_in_time_even_if_a_part_hangs(tmp_path: Path) -> None
 
 
 def test_job_that_the_device_cannot_run_is_reported(tmp_path: Path) -> None:
-    asked = {"part": "known", "job": f"{JOB}:loss_raises", "device": "cpu", "seed": 0, "data": None}
+    asked = {"part": "known", "job": f"{JOB}:loss_raises", "device": "cpu", "seed": 0, "data": None, "arms": None}
     with pytest.raises(InputError, match="no such luck"):
         list(here(asked, 1))
 
@@ -328,7 +328,8 @@ from autotune.bench import gpu_parts
 import autotune.cli.bench, autotune.bench.bench_gpu
 from autotune.agents.policy_folder import shipped_policy
 shipped_policy()
-asked = {{"job": {JOB!r}, "device": "cpu", "seed": 0, "data": None, "jobs": [{JOB!r}], "attached_steps": 20}}
+asked = {{"job": {JOB!r}, "device": "cpu", "seed": 0, "data": None, "arms": None, "jobs": [{JOB!r}]}}
+asked["attached_steps"] = 20
 found = {{}}
 for part in PARTS:
     more = {{"profile": found.get("profile"), "peak_bytes": 10**9, "shares": [0.5], "rounds": 2, "arm": "ppo"}}
@@ -347,6 +348,27 @@ def test_gpu_parts_need_only_torch_and_carried_packages(parts: list[str]) -> Non
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=one_thread)
     assert (answer.returncode, answer.stderr[-600:]) == (0, "")
+
+
+def test_unknown_arm_is_rejected_and_known_ones_keep_their_order() -> None:
+    asked = {"part": "machine", "device": "cpu", "jobs": [JOB]}
+    with pytest.raises(InputError, match=r"--arms: unknown arm 'magic' .*attached"):
+        list(here({**asked, "arms": ["magic"]}, 1))
+    (machine,) = here({**asked, "arms": ["exact", "baseline"]}, 1)
+    assert machine["arms"] == ["exact", "baseline"]
+
+
+def test_planner_with_two_storages_is_an_arm_of_jobs_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTUNE_STORAGES", "selective")
+    asked = {"job": JOB, "device": "cpu", "seed": 0, "data": None, "arms": None, "jobs": [JOB]}
+    (machine,) = here({"part": "machine", **asked}, 1)
+    assert machine["arms"] == [*ARMS, "exact:save-recompute", "attached"]
+    found = {key: value for part in here({"part": "known", **asked}, 1) for key, value in part.items()}
+    peak = found["baseline"]["peak_bytes"]
+    arm = {"part": "arm", "profile": found["profile"], "peak_bytes": peak, "shares": [0.6], "rounds": 2, **asked}
+    *_, last = here({**arm, "arm": "exact:save-recompute"}, 1)
+    chosen = {one for row in last["exact:save-recompute"]["plans"] for one in row["plan"]["storage"].values()}
+    assert chosen <= {"save", "recompute"}
 
 
 def test_fewer_than_two_rounds_are_rejected() -> None:

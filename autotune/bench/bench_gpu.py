@@ -46,6 +46,7 @@ class GpuBenchSettings:
     Attributes:
         device: the device; ``None`` for this machine's accelerator.
         jobs: references of jobs; ``None`` for jobs that suit the device.
+        arms: names of the arms, in the order in which they are measured; ``None`` for all.
         data: a folder with WikiText-2 and CIFAR-10; ``None`` for random data of their shapes.
         shares: budgets, as shares of the baseline's peak.
         rounds: windows of each plan; the first one chooses among a planner's plans, the others are reported.
@@ -56,6 +57,7 @@ class GpuBenchSettings:
 
     device: str | None = None
     jobs: tuple[str, ...] | None = None
+    arms: tuple[str, ...] | None = None
     data: str | None = None
     shares: tuple[float, ...] = (1.0, 0.6, 0.4, 0.3)
     rounds: int = 4
@@ -119,7 +121,7 @@ class _GpuBench:
         """Run all parts.
 
         Raises:
-            InputError: if there is no such device, job or data folder; nothing is written then.
+            InputError: if there is no such device, job, arm or data folder; nothing is written then.
         """
         try:
             self._parts()
@@ -133,7 +135,7 @@ class _GpuBench:
 
     def _parts(self) -> None:
         found: dict[str, Any] = {}
-        asked = {"device": self._settings.device, "jobs": self._settings.jobs}
+        asked = {"device": self._settings.device, "jobs": self._settings.jobs, "arms": self._settings.arms}
         limit_s = min(_MACHINE_S, self._left_s)
         if self._part("machine", {"part": "machine", **asked}, found.update, limit_s, refuses=True):
             self.document |= {key: found[key] for key in ("machine", "environment", "folder")}
@@ -251,7 +253,7 @@ def bench_gpu(
         began: start of the time limit, by ``time.monotonic``; ``None`` for now.
 
     Raises:
-        InputError: if there is no such device, job or data folder; nothing is kept then.
+        InputError: if there is no such device, job, arm or data folder; nothing is kept then.
     """
     bench = _GpuBench(settings, keep, reporter, run_part, time.monotonic() if began is None else began)
     bench.run()

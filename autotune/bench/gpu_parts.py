@@ -22,7 +22,9 @@ from autotune.agents.search_methods import METHODS, PlanningMethod
 from autotune.bench.bench_attach import bench_overhead_attached
 from autotune.bench.gpu_jobs import gpu_jobs
 from autotune.bench.gpu_windows import PlanWindows
+from autotune.bench.peer_arms import offering
 from autotune.catalog import load_job
+from autotune.choices import DEFAULT_STORAGES
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal
@@ -32,6 +34,7 @@ from autotune.engines.worker_processes import fail, leave, opened
 from autotune.errors import BudgetError, InputError
 from autotune.job import Job
 from autotune.mechanics import devices
+from autotune.mechanics.storages import offered
 from autotune.mechanics.trees import map_tensors
 from autotune.plan import Plan
 from autotune.profiling.profiler import ProfilerOptions, profile
@@ -42,6 +45,8 @@ Found = dict[str, Any]
 RULE_ARMS = ("paper", "uniform-bf16", "sqrt")
 PLANNED_ARMS = ("exact", "ppo")
 TF32_ARM, ATTACHED = "tf32", "attached"
+# An arm of jobs with further storages: the solver with save and recompute alone.
+TWO_STORAGES_ARM = "exact:save-recompute"
 # Questions of the answers part, and the largest error at which the answer is yes.
 WITHIN = {"memory": 0.05, "time": 0.10}
 # Budgets of the answers part's plans, as shares of the baseline's peak.
@@ -58,13 +63,18 @@ def machine(asked: Mapping[str, Any]) -> Iterator[Found]:
     """Yield the machine, the jobs and the arms, before anything is trained.
 
     Raises:
-        InputError: if there is no such device or job.
+        InputError: if there is no such device, job or arm.
     """
     if asked["device"] is None and devices.device_kind() == "cpu":
         raise InputError("there is no accelerator here", where="--device", allowed="cpu, to try the command")
     device = devices.resolved(asked["device"], "--device")
     jobs = gpu_jobs(asked["jobs"], device)
-    arms = ["baseline", *([TF32_ARM] if devices.has_tf32(device) else []), *RULE_ARMS, *PLANNED_ARMS, ATTACHED]
+    arms = ["baseline", *([TF32_ARM] if devices.has_tf32(device) else []), *RULE_ARMS, *PLANNED_ARMS]
+    if any(len(offered(job.storages)) > len(DEFAULT_STORAGES) for job in jobs.values()):
+        arms.append(TWO_STORAGES_ARM)
+    arms.append(ATTACHED)
+    if unknown := [name for name in asked["arms"] or () if name not in arms]:
+        raise InputError(f"unknown arm {unknown[0]!r}", where="--arms", allowed=", ".join(arms))
     yield {
         "machine": {
             "device": devices.device_name(device),
@@ -80,7 +90,7 @@ def machine(asked: Mapping[str, Any]) -> Iterator[Found]:
         "kind": str(device),
         "folder": benchmark_folder(Path(), devices.device_name(device)).name,
         "jobs": [{"reference": reference, "job": job.name} for reference, job in jobs.items()],
-        "arms": arms,
+        "arms": list(asked["arms"] or arms),
     }
 
 
@@ -246,6 +256,8 @@ def _plans(name: str, seen: Profile, budget: int) -> list[Plan]:
         return [seen.space.baseline()]
     if name in RULES:
         return [rule_plan(name, seen.space)]
+    if name == TWO_STORAGES_ARM:
+        name, seen = "exact", offering(seen, DEFAULT_STORAGES)
     method = METHODS[name]
     assert isinstance(method, PlanningMethod)
     try:

@@ -71,15 +71,34 @@ class PlanWindows:
 
     def plan(self, plan: Plan, seen: Profile) -> dict[str, Any]:
         """Return the speed and peak of a plan, as measured and as predicted from a profile."""
-        windows = self._windows[plan]
         return {
             "plan": plan.to_json(),
-            "seconds_per_step": _seconds(windows[1:]),
+            "seconds_per_step": self.seconds(plan),
             "predicted_seconds_per_step": seconds_per_step(seen, plan),
-            "peak_bytes": _peak(windows),
+            "peak_bytes": self.peak(plan),
             "predicted_peak_bytes": peak_bytes(seen, plan),
-            "failure": _failure(windows),
+            "failure": self.failure(plan),
         }
+
+    def seconds(self, plan: Plan) -> float | None:
+        """Return the median seconds of a plan's steps, without the first round; ``None`` if it failed."""
+        return _seconds(self._windows[plan][1:])
+
+    def rounds_s(self, plan: Plan) -> list[float]:
+        """Return the median seconds of a plan's steps in each round but the first; none of rounds that failed."""
+        return [seconds for window in self._windows[plan][1:] if (seconds := _seconds([window])) is not None]
+
+    def first_s(self, plan: Plan) -> float:
+        """Return the seconds of a plan's first window, in which units are compiled."""
+        return self._windows[plan][0].total_s
+
+    def peak(self, plan: Plan) -> int | None:
+        """Return the highest peak of a plan's steps in bytes; ``None`` if it is unknown."""
+        return _peak(self._windows[plan])
+
+    def failure(self, plan: Plan) -> str | None:
+        """Return how a plan's first failed window ended; ``None`` if none failed."""
+        return _failure(self._windows[plan])
 
     def within(self, budget: int, plans: Sequence[Plan]) -> dict[str, Any]:
         """Return which of several plans is chosen within a budget, and its speed-up."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/<device>/.", no_args_is_help=True)
 # Benchmarks that need no run of another command. Those that need a library or a GPU are added if it is present.
-ALL = ("overhead", "profile", "solver", "simulator", "attach", "batching", "search", "peers", "operations")
+ALL = ("overhead", "profile", "solver", "simulator", "attach", "batching", "search", "storages", "peers", "operations")
 
 
 @app.callback()
@@ -295,6 +295,21 @@ def peers(
     return _Measured("peers", document, lines(document))
 
 
+@_bench
+def storages(
+    run: _Run,
+    job: Annotated[str, typer.Option("--job", help="The job to train.")] = "charlm:brief",
+    rounds: Annotated[int, typer.Option("--rounds", max=10_000, help="Number of windows of each plan, in turn.")] = 6,
+    seed: SeedOption = 0,
+) -> _Measured:
+    """Measure each storage in all units, in each precision: time and peak beside saving all."""
+    from autotune.bench.bench_storages import bench_storages, lines
+    from autotune.catalog import load_job
+
+    document = bench_storages(load_job(job), rounds=rounds, seed=seed, reporter=run.bars)
+    return _Measured("storages", document, lines(document))
+
+
 def _peers_table(document: dict[str, Any]) -> Table:
     """Return a table with one row per budget and family, the fastest of a budget first."""
     from autotune.budget import format_bytes
@@ -468,6 +483,9 @@ def gpu(
         str | None,
         typer.Option("--jobs", help="Jobs, separated by commas (default: GPT-2 small, ResNet-50 and a 1.3 B GPT)."),
     ] = None,
+    arms: Annotated[
+        str | None, typer.Option("--arms", help="Arms, separated by commas, in order; all if left out.")
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -502,6 +520,7 @@ def gpu(
     settings = GpuBenchSettings(
         device=device,
         jobs=None if jobs is None else tuple(jobs.split(",")),
+        arms=None if arms is None else tuple(arms.split(",")),
         data=None if data is None else str(data),
         rounds=rounds,
         seconds=seconds,
