@@ -202,12 +202,12 @@ class StepWatch:
 
         return enter
 
-    def _left(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+    def _left(self, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # A call that began unobserved has no place.
         if not self._watching() or self.place.segment % 2 == 0:
             return
         call = len(self.calls[-1]) - 1
-        self._look("output", call, output)
+        self._look("output", call, output, (args, kwargs))
         self._go(Place(self.place.micro_batch, "forward", 2 * call + 2))
 
     def _watching(self) -> bool:
@@ -218,19 +218,21 @@ class StepWatch:
             return False
         return True
 
-    def _look(self, role: Literal["input", "output"], call: int, tree: Any) -> None:
+    def _look(self, role: Literal["input", "output"], call: int, tree: Any, given: Any = ()) -> None:
         try:
-            self._see(role, call, tree)
+            self._see(role, call, tree, given)
         except any_error() as error:  # an observer must not stop the step
             self.spoilt = f"a unit's inputs or outputs cannot be inspected: {error}"
 
-    def _see(self, role: Literal["input", "output"], call: int, tree: Any) -> None:
+    def _see(self, role: Literal["input", "output"], call: int, tree: Any, given: Any) -> None:
         found = tensors(tree)
         if self._on_call is not None:
             self._on_call(role, self.place, found)
         inside, before = 2 * call + 1, 2 * call
         # In autograd.grad(), autograd does not report whether gradients of leaves are needed.
-        flowing = [tensor for tensor in found if tensor.grad_fn is not None]
+        # What a unit returns as it was given is no output of its own.
+        others = {id(tensor) for tensor in tensors(given)}
+        flowing = [tensor for tensor in found if tensor.grad_fn is not None and id(tensor) not in others]
         if not flowing or not torch.is_grad_enabled():
             return
         if role == "output":

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autotune.cost_model.memory_model import levels
 from autotune.cost_model.profile import Boundary
 from autotune.errors import EngineError
 from autotune.mechanics.step_trace import Block, Place, StepTrace
 
-# Identifies a boundary in all traces of one k: the segment that allocates it, and its index among that segment's.
+# Identifies a boundary in all traces of one k: the segment that allocates it, and its place among what that returns.
 BoundaryKey = tuple[int, int]
 
 
@@ -25,6 +26,7 @@ class Passing:
         users: segments that receive it as an input.
         keepers: segments that keep it until backward.
         stays: whether it stays until backward.
+        shares: the boundaries that are views of the same block, with this one; empty for a block of its own.
     """
 
     size: int
@@ -32,6 +34,7 @@ class Passing:
     users: set[int] = field(default_factory=set)
     keepers: set[int] = field(default_factory=set)
     stays: bool = False
+    shares: tuple[BoundaryKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,13 +176,48 @@ def _boundaries(
         if sighting.role == "saved" and block in found:
             found[block].keepers.add(sighting.place.segment)
     _keep_silently(trace, silent, found)
+    for passing in found.values():
+        if not passing.stays:
+            # A frozen unit, whose inputs have no gradient, keeps nothing.
+            passing.keepers.clear()
+    return found, _keyed(trace, found)
+
+
+def _keyed(trace: StepTrace, found: Mapping[Block, Passing]) -> dict[BoundaryKey, Passing]:
+    """Return the blocks made in forward passes by key: their places among what their unit returns.
+
+    The order in which blocks are made differs between precisions, in which a unit casts some of its results; and views
+    of one block are several blocks once they are cast. So a block returned several times counts in shares.
+    """
+    keys: dict[Block, list[BoundaryKey]] = {}
+    returned: Counter[int] = Counter()
+    for sighting in trace.sightings:
+        if sighting.role == "output":
+            segment = sighting.place.segment
+            block = trace.block_at(sighting.address, sighting.time)
+            if block is not None and block in found and _segment_of(trace, block) == segment:
+                keys.setdefault(block, []).append((segment, returned[segment]))
+            returned[segment] += 1
+    others = Counter(returned)
     keyed: dict[BoundaryKey, Passing] = {}
-    for block, passing in sorted(found.items(), key=lambda item: item[0].born):
-        place = trace.place_at(block.born)
-        if place is not None and place.phase == "forward":
-            order = sum(born == place.segment for born, _ in keyed)
-            keyed[place.segment, order] = passing
-    return found, keyed
+    for block, passing in found.items():
+        own = _segment_of(trace, block)
+        if own is None:
+            continue
+        if block not in keys:
+            keys[block] = [(own, others[own])]
+            others[own] += 1
+        parts = len(keys[block])
+        for number, key in enumerate(keys[block]):
+            size = passing.size // parts + (passing.size % parts if number == 0 else 0)
+            keyed[key] = replace(passing, size=size, shares=tuple(keys[block]) if parts > 1 else ())
+    return keyed
+
+
+def _segment_of(trace: StepTrace, block: Block) -> int | None:
+    """Return the segment whose forward pass has made a block; ``None`` if none has."""
+    place = trace.place_at(block.born)
+    return place.segment if place is not None and place.phase == "forward" else None
 
 
 def _keep_silently(trace: StepTrace, silent: Collection[str], found: Mapping[Block, Passing]) -> None:

@@ -225,13 +225,18 @@ def _boundaries(traces: Sequence[TracedStep], units: Mapping[str, Unit], *, is_s
         seen = [(trace, passing) for trace in traces if (passing := trace.attribution.boundaries.get(key))]
         size = max(trace.traced_bytes for trace, _ in seen)
         boundary = as_boundary(key, [passing for _, passing in seen])
+        # Views of one block in some trace: what keeps one of them keeps all.
+        alike = {one for _, passing in seen for one in passing.shares}
+        keeping = [
+            (trace, one) for trace in traces for k in alike or {key} if (one := trace.attribution.boundaries.get(k))
+        ]
         merged.append(
             replace(
                 boundary,
                 size_bytes=max(passing.size for trace, passing in seen if trace.traced_bytes == size),
                 # Code between units keeps the same tensors under every plan.
                 held=boundary.held or any(segment % 2 == 0 for _, passing in seen for segment in passing.keepers),
-                keepers=_possible_keepers(traces, seen, units) if is_sparse else _seen_keepers(seen),
+                keepers=_possible_keepers(traces, keeping, units) if is_sparse else _seen_keepers(keeping),
             )
         )
     return tuple(merged)
