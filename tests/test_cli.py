@@ -173,7 +173,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     ),
     "export for nothing": lambda f: (
         ["export", plan_file(f), "--job", str(JOB), "--to", "onnx"],
-        "deepspeed, accelerate, transformers, python, json",
+        "deepspeed, accelerate, transformers, torchtitan, python, json",
     ),
     "export of another job's plan": lambda f: (
         ["export", plan_file(f, precision={"tail": "bf16"}), "--job", str(JOB), "--to", "transformers"],

@@ -17,6 +17,9 @@ from autotune.mechanics.known_precisions import PRECISIONS_VARIABLE
 ROOT = Path(__file__).parent.parent
 EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 TINY = f"{Path(__file__).parent / 'tiny_job.py'}:job"
+EXAMPLES = {
+    *("plain_loop.py", "trainer_lora.py", "lightning_module.py", "own_agent.py", "ranks.py", "transformers_jobs.py"),
+}
 
 
 def block(language: str) -> str:
@@ -90,7 +93,7 @@ def test_reference_page_has_every_public_name() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
-    ["plain_loop.py", "trainer_lora.py", "lightning_module.py", "own_agent.py", "ranks.py ddp", "ranks.py fsdp"],
+    [*sorted(EXAMPLES - {"ranks.py"}), "ranks.py ddp", "ranks.py fsdp"],
 )
 def test_examples_run(line: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -108,7 +111,7 @@ def test_examples_run(line: str, tmp_path: Path) -> None:
 def test_every_example_is_listed_and_tested() -> None:
     names = {path.name for path in (ROOT / "examples").glob("*.py")}
     listed = set(re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples" / "README.md").read_text()))
-    assert names == listed == {"plain_loop.py", "trainer_lora.py", "lightning_module.py", "own_agent.py", "ranks.py"}
+    assert names == listed == EXAMPLES
 
 
 def test_files_named_in_the_pages_exist() -> None:

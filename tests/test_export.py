@@ -121,6 +121,39 @@ def test_other_targets_report_choices_that_only_deepspeed_supports() -> None:
         assert any("not included: compile True, zero_stage 2 (autotune export --to deepspeed" in note for note in notes)
 
 
+def test_torchtitan_gets_a_storage_that_all_layers_share() -> None:
+    plan = a_plan().changed(launch=Launch())
+    blocks = [f"blocks.{number}" for number in range(3)]
+
+    def options(storage: dict[str, str], **changes: Any) -> tuple[list[str], tuple[str, ...]]:
+        made = export(plan.changed(storage=storage, **changes), tiny_job.make(clip_norm=0.7), "torchtitan", ranks=2)
+        assert made.command == "torchrun --nproc-per-node 2 -m torchtitan.train $(cat torchtitan.options)"
+        return str(made.files["torchtitan.options"]).splitlines(), made.notes
+
+    shared = {"recompute": "full", "selective": "selective", "save": "none", "compiled10": "memory_budget"}
+    for storage, mode in shared.items():
+        lines, notes = options(dict.fromkeys(blocks, storage))
+        assert f"--activation_checkpoint.mode {mode}" in lines
+        assert ("--compile.enable" in lines) == (storage == "compiled10")
+        assert not any("not included" in note for note in notes)
+    assert lines == [
+        "--training.local_batch_size 2",
+        "--training.global_batch_size 8",
+        "--training.max_norm 0.7",
+        "--training.mixed_precision_param bfloat16",
+        "--activation_checkpoint.mode memory_budget",
+        "--activation_checkpoint.memory_budget 0.1",
+        "--compile.enable",
+    ]
+    for storage in ({"blocks.0": "recompute"}, dict.fromkeys(blocks, "compress8")):
+        lines, notes = options(storage)
+        assert "--activation_checkpoint.mode none" in lines
+        assert any("not included" in note and "blocks.0" in note for note in notes)
+    lines, notes = options({}, precision={**plan.precision, "head": Precision.FP32})
+    assert "--training.mixed_precision_param float32" in lines
+    assert any("not included, as torchtitan has bfloat16 or float32 for the whole model" in note for note in notes)
+
+
 def test_plan_for_some_units_is_not_exported_as_a_whole_model_plan() -> None:
     made = export(Plan(precision={"head": Precision.BF16}), tiny_job.make(), "transformers")
     assert made.files["training_args.json"]["bf16"] is False

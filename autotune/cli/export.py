@@ -15,7 +15,9 @@ from autotune.cli.console import JsonOption
 def command(
     plan: Annotated[str, typer.Argument(metavar="PLAN|RUN", help="A plan file, or a run directory with one.")],
     job: Annotated[str, typer.Option("--job", help="The job that the plan is for.")],
-    to: Annotated[str, typer.Option("--to", help="deepspeed, accelerate, transformers, python or json.")] = "deepspeed",
+    to: Annotated[
+        str, typer.Option("--to", help="deepspeed, accelerate, transformers, torchtitan, python or json.")
+    ] = "deepspeed",
     ranks: Annotated[int, typer.Option("--ranks", min=1, max=100_000, help="Number of ranks to train on.")] = 1,
     out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path(),
     as_json: JsonOption = False,

@@ -50,6 +50,7 @@ class Launched:
         ranks: number of ranks.
         clip_norm: largest 2-norm of the gradient; 0 for no clipping.
         layers: names of the layers that transformers can recompute, in the order of the model.
+        stored: names of the units whose storage can be chosen.
     """
 
     plan: Plan
@@ -58,6 +59,7 @@ class Launched:
     ranks: int
     clip_norm: float
     layers: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
 
     @property
     def k(self) -> int:
@@ -143,6 +145,7 @@ class ExportRequest:
             # Without a norm, launchers clip at 1.
             clip_norm=clip_norm(self.job),
             layers=tuple(name for name, part in self.model.named_modules() if _is_layer(part)),
+            stored=tuple(unit.name for unit in units_of(self.model, self.job.units) if unit.recomputable),
         )
 
 

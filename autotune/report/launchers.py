@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autotune import knobs
-from autotune.choices import DEFAULT_STORAGES
+from autotune.choices import DEFAULT_STORAGES, Storage
 from autotune.engines.deepspeed_config import STAGES
 from autotune.plan import Plan, Precision
 from autotune.report.export_targets import Export, Launched
 
-PLAN_FILE = "plan.json"
+PLAN_FILE, TITAN_FILE = "plan.json", "torchtitan.options"
+_TITAN_MODES: Mapping[Storage | None, str] = {
+    Storage.SAVE: "none",
+    Storage.SELECTIVE: "selective",
+    Storage.RECOMPUTE: "full",
+}
 # Lines of Python that apply a plan's choices for single units to a model.
 APPLY = (
     "import autotune",
@@ -115,6 +120,44 @@ def to_transformers(launched: Launched) -> Export:
     ]
     command = f"torchrun --nproc-per-node {launched.ranks} train.py training_args.json"
     return Export(files={"training_args.json": arguments, **_plan_file(launched)}, command=command, notes=tuple(notes))
+
+
+def to_torchtitan(launched: Launched) -> Export:
+    """Return torchtitan's options for the plan's micro-batch, k, precision, clipping and storage.
+
+    They can express one storage in all layers: recomputing, torchtitan's own selection of operations, or compiling
+    under a budget of memory. Source of the names: torchtitan's ``TrainingConfig``, ``ActivationCheckpointConfig`` and
+    ``CompileConfig``, 2026.
+    """
+    used = {launched.plan.storage_of(name) for name in launched.stored} or {Storage.SAVE}
+    storage = next(iter(used)) if len(used) == 1 else None
+    budget = storage.compile_budget if storage is not None else 0.0
+    mode = "memory_budget" if budget else _TITAN_MODES.get(storage)
+    options: dict[str, Any] = {
+        "training.local_batch_size": launched.micro_samples,
+        "training.global_batch_size": launched.samples,
+        # 0 would scale every gradient to nothing.
+        "training.max_norm": launched.clip_norm or "inf",
+        "training.mixed_precision_param": "bfloat16" if launched.autocast is Precision.BF16 else "float32",
+        "activation_checkpoint.mode": mode or "none",
+    }
+    if budget:
+        options |= {"activation_checkpoint.memory_budget": budget, "compile.enable": None}
+    lists = [f"{one.label}: {_listed(names)}" for one, names in launched.plan.by_storage.items()]
+    notes = [
+        "the model must be one of torchtitan's, which adds its own parallelism; k follows from the two batch sizes",
+        *([f"not included, as layers differ or there is no such mode: {'; '.join(lists)}"] if mode is None else []),
+        *(["which operations are selected is torchtitan's own choice"] if mode == "selective" else []),
+    ]
+    own = launched.by_unit
+    if launched.autocast is Precision.FP16 or (own is not None and len(set(own.precision.values())) > 1):
+        kinds = "; ".join(f"{one}: {_listed(names)}" for one, names in _by_precision(launched.plan).items())
+        notes.append(f"not included, as torchtitan has bfloat16 or float32 for the whole model: {kinds}")
+    if launch := own_launch(launched.plan):
+        notes.append(f"not included: {launch}")
+    text = "".join(f"--{name}\n" if value is None else f"--{name} {value}\n" for name, value in options.items())
+    command = f"torchrun --nproc-per-node {launched.ranks} -m torchtitan.train $(cat {TITAN_FILE})"
+    return Export(files={TITAN_FILE: text}, command=command, notes=tuple(notes))
 
 
 def _plan_file(launched: Launched) -> dict[str, Any]:

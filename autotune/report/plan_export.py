@@ -15,7 +15,7 @@ from autotune.errors import InputError
 from autotune.job import Job
 from autotune.plan import Plan
 from autotune.report.export_targets import Export, ExportRequest, model_of, require_fit
-from autotune.report.launchers import PLAN_FILE, to_accelerate, to_deepspeed, to_transformers
+from autotune.report.launchers import PLAN_FILE, to_accelerate, to_deepspeed, to_torchtitan, to_transformers
 from autotune.report.snippet import to_python
 
 
@@ -76,6 +76,7 @@ for _name, _format in {
     "deepspeed": ExportFormat(make=lambda request: to_deepspeed(request.launched())),
     "accelerate": ExportFormat(make=lambda request: to_accelerate(request.launched())),
     "transformers": ExportFormat(make=lambda request: to_transformers(request.launched())),
+    "torchtitan": ExportFormat(make=lambda request: to_torchtitan(request.launched())),
     "python": ExportFormat(
         make=lambda request: to_python(request.plan, request.job, request.reference), takes_ranks=False
     ),
