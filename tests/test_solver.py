@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.agents.planner import close_plans, densest_plan, greedy_plan
+from autotune.agents.planner import close_plans, densest_plan, greedy_plan, offering
 from autotune.agents.search_methods import METHODS
-from autotune.choices import STORAGES
+from autotune.choices import DEFAULT_STORAGES, STORAGES
 from autotune.cost_model import choice_program
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import Weights
@@ -180,6 +180,21 @@ def test_planner_proposes_the_optimum_first():
     # Plans predicted to be much slower are not measured, because they could win only by noise.
     assert close_plans(profile, budget, Goal()) == close
     assert METHODS["greedy"].plans(profile, budget, Goal()) == [greedy_plan(profile, budget, Goal())]
+
+
+def test_best_plan_with_the_usual_storages_is_measured_beside_one_with_further_storages():
+    compared = 0
+    for seed in range(12):
+        profile = drawn(seed, 6, storages=STORAGES)
+        budget = int(0.4 * peak_bytes(profile, profile.space.baseline()))
+        best, usual = solve(profile, budget), solve(offering(profile, DEFAULT_STORAGES), budget)
+        close = close_plans(profile, budget, Goal())
+        assert close[0] == best.plan
+        assert len(set(close)) == len(close)
+        if usual.objective <= 1.1 * best.objective and usual.plan != best.plan:
+            assert close[1] == usual.plan
+            compared += 1
+    assert compared > 2
 
 
 def test_unknown_noise_scale_does_not_make_large_batches_look_free():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from autotune.agents.policies import POLICIES, planning_policy
 from autotune.budget import format_bytes
+from autotune.choices import DEFAULT_STORAGES, Storage
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import optimal_accumulation
-from autotune.cost_model.profile import Profile
+from autotune.cost_model.profile import Profile, StepTable
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, samples_of_progress, smallest, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError
@@ -20,7 +24,10 @@ _CLOSE_FRAC = 0.1
 
 
 def close_plans(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[Plan]:
-    """Return the exact optimum and the plans that predictions cannot distinguish from it, best first.
+    """Return the exact optimum and the plans that predictions cannot distinguish from it.
+
+    The optimum with ``save`` and ``recompute`` alone comes second, if it is among them: measuring it, too, makes sure
+    that further storages never slow a run down.
 
     Args:
         profile: the profile of the job.
@@ -32,7 +39,29 @@ def close_plans(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[
     """
     solutions = solve_each(profile, budget_bytes, goal)
     limit = solutions[0].objective * (1 + max(_CLOSE_FRAC, profile.noise_frac))
-    return [solution.plan for solution in solutions if solution.objective <= limit]
+    if len(profile.space.storages) > len(DEFAULT_STORAGES):
+        with contextlib.suppress(BudgetError):
+            solutions[1:1] = solve_each(offering(profile, DEFAULT_STORAGES), budget_bytes, goal)[:1]
+    return list(dict.fromkeys(solution.plan for solution in solutions if solution.objective <= limit))
+
+
+def offering(profile: Profile, storages: Sequence[Storage]) -> Profile:
+    """Return a profile without the choices of other storages."""
+
+    def table(one: StepTable) -> StepTable:
+        segments = (
+            part
+            if part.unit is None
+            else replace(part, costs={n: cost for n, cost in part.costs.items() if n.partition("/")[2] in storages})
+            for part in one.segments
+        )
+        return replace(one, segments=tuple(segments))
+
+    return replace(
+        profile,
+        tables=tuple(map(table, profile.tables)),
+        uniform_tables={name: tuple(map(table, tables)) for name, tables in profile.uniform_tables.items()},
+    )
 
 
 def policy_plans(name: str, profile: Profile, budget_bytes: int | None, goal: Goal) -> list[Plan]:

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from autotune.agents.planner import offering
 from autotune.agents.rules import RULES, rule_plan
 from autotune.agents.search_methods import METHODS, PlanningMethod
 from autotune.bench.bench_attach import bench_overhead_attached
 from autotune.bench.gpu_jobs import gpu_jobs
 from autotune.bench.gpu_windows import PlanWindows
-from autotune.bench.peer_arms import offering
 from autotune.catalog import load_job
 from autotune.choices import DEFAULT_STORAGES
 from autotune.cost_model.memory_model import peak_bytes

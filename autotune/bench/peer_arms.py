@@ -6,12 +6,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-from autotune.agents.planner import close_plans
+from autotune.agents.planner import close_plans, offering
 from autotune.bench.peer_engine import ENGINE, PLAIN, Technique, techniques
 from autotune.choices import DEFAULT_STORAGES, EXACT_STORAGES, STORAGES, Precision, Storage
-from autotune.cost_model.profile import Profile, StepTable
+from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal
 from autotune.engines.torch_engine import EngineOptions
 from autotune.engines.worker_processes import Workers, WorkersError
@@ -97,25 +97,6 @@ def own_candidates(profile: Profile, budgets: Iterable[int]) -> list[Candidate]:
         )
         for number, plan in enumerate(plans, 1)
     ]
-
-
-def offering(profile: Profile, storages: Sequence[Storage]) -> Profile:
-    """Return a profile without the choices of other storages."""
-
-    def table(one: StepTable) -> StepTable:
-        segments = (
-            part
-            if part.unit is None
-            else replace(part, costs={n: cost for n, cost in part.costs.items() if n.partition("/")[2] in storages})
-            for part in one.segments
-        )
-        return replace(one, segments=tuple(segments))
-
-    return replace(
-        profile,
-        tables=tuple(map(table, profile.tables)),
-        uniform_tables={name: tuple(map(table, tables)) for name, tables in profile.uniform_tables.items()},
-    )
 
 
 class Arm:
