@@ -15,8 +15,11 @@ from autotune.agents.policy_folder import LeverTraining, save_levers
 from autotune.agents.recipe import JobsRecipe, Recipe
 from autotune.agents.shipped_network import LeverNetwork
 from autotune.bench.bench_policy import bench_policy
-from autotune.campaign.moving_worlds import GROUPS, ToldRises, drive, period_rule, strengths_of
+from autotune.campaign.moving_worlds import GROUPS, ToldRises, drive, moving_tables, period_rule, strengths_of
 from autotune.campaign.policy_judging import BenchSettings, load_judged
+from autotune.campaign.static_jobs import static_cases
+from autotune.catalog import content_folder
+from autotune.choices import DEFAULT_STORAGES, STORAGES, Storage
 from autotune.cli.main import run
 from autotune.errors import InputError, PolicyFileError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES, levers_of
@@ -282,3 +285,16 @@ def test_missing_policy_folder_is_rejected_in_one_line(tmp_path: Path, capsys: p
     assert len(captured.err.splitlines()) == 1
     assert str(missing) in captured.err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("storages", [DEFAULT_STORAGES, STORAGES])
+def test_held_out_jobs_offer_the_storages_of_the_settings(storages: tuple[Storage, ...]) -> None:
+    settings = dataclasses.replace(TINY, storages=storages)
+    assert {case.told.space.storages for case in static_cases(settings)} == {storages}
+    moving, _ = moving_tables(
+        load_judged(content_folder("policies") / "ppo"),
+        RECIPE,
+        dataclasses.replace(settings, mechanisms=("none",)),
+        lambda _share, _title: None,
+    )
+    assert abs(moving["none"]["methods"]["ppo"]["won_percent"]) < 1

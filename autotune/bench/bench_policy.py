@@ -70,6 +70,7 @@ def bench_policy(
     figures = {
         "jobs": settings.jobs,
         "seed": settings.seed,
+        "storages": [str(storage) for storage in settings.storages],
         "policy": dict(judged.hashes),
         "recipe_sha256": recipe.sha256,
         "strengths_sha256": recipe.strengths_sha256,

@@ -186,7 +186,7 @@ def moving_tables(
     generator = np.random.default_rng(settings.seed + MOVING_SEED)
     depth = (recipe.jobs.shallowest, recipe.jobs.deepest)
     env = MovingEnv(
-        [draw_job(generator, depth=depth) for _ in range(settings.jobs)],
+        [draw_job(generator, depth=depth, storages=settings.storages) for _ in range(settings.jobs)],
         recipe.strengths,
         max(settings.jobs, settings.lanes),
         windows=recipe.jobs.windows,

@@ -16,6 +16,7 @@ from safetensors.torch import load as load_tensors
 from autotune.agents.planner_policy import PlannerPolicy, Ranges
 from autotune.agents.policy_folder import MANIFEST, WEIGHTS, load_policy
 from autotune.agents.shipped_network import LeverNetwork
+from autotune.choices import DEFAULT_STORAGES, Storage
 from autotune.errors import PolicyFileError, RunDirectoryError, first_line
 from autotune.gym.levers import (
     NEUTRAL,
@@ -55,6 +56,7 @@ class BenchSettings:
         jobs: number of held-out jobs in each table.
         seed: random seed for the jobs.
         depth: smallest and largest number of recomputable units of the static jobs.
+        storages: allowed storages of recomputable units.
         variants: further static tables; any of ``VARIANTS``.
         mechanisms: the moving worlds; keys of ``MECHANISMS``, "all", "all_half" and "all_double".
         lanes: smallest number of parallel moving runs.
@@ -66,6 +68,7 @@ class BenchSettings:
     jobs: int = 200
     seed: int = 0
     depth: tuple[int, int] = (2, 48)
+    storages: tuple[Storage, ...] = DEFAULT_STORAGES
     variants: tuple[str, ...] = VARIANTS
     mechanisms: tuple[str, ...] = (*MECHANISMS, *FACTORS)
     lanes: int = 128

@@ -92,7 +92,7 @@ def static_cases(settings: BenchSettings, variant: str = "") -> list[Case]:
     """Return the static jobs of a table, each with a budget between the leanest plan's peak and the baseline's.
 
     Args:
-        settings: number of jobs, their depth and the random seed.
+        settings: number of jobs, their depth and storages, and the random seed.
         variant: "depth48" draws deep jobs; "shifted" multiplies the times of each unit by a random factor, which no job
             in training has and profiles include; "misjudged" does the same, but profiles do not include the factor.
     """
@@ -100,7 +100,7 @@ def static_cases(settings: BenchSettings, variant: str = "") -> list[Case]:
     depth = (_DEEP, _DEEP) if variant == "depth48" else settings.depth
     cases = []
     for _ in range(settings.jobs):
-        job = draw_job(generator, depth=depth)
+        job = draw_job(generator, depth=depth, storages=settings.storages)
         space = job.profile.space
         lean = (space.leanest().changed(accumulation_steps=k) for k in space.accumulation_choices)
         ends = [min(peak_bytes(job.profile, plan) for plan in lean), peak_bytes(job.profile, space.baseline())]

@@ -168,6 +168,9 @@ def policy(
         Path | None,
         typer.Option("--train-run", callback=input_path, help="Run directory of a training: judge all its seeds."),
     ] = None,
+    all_storages: Annotated[
+        bool, typer.Option("--all-storages", help="Jobs that offer all storages, not only save and recompute.")
+    ] = False,
     seed: SeedOption = 0,
 ) -> _Measured:
     """Compare the policy with the planner, solvers, searches and a clairvoyant, on jobs it was not trained on."""
@@ -175,11 +178,13 @@ def policy(
     from autotune.bench.bench_policy import bench_policy, lines
     from autotune.campaign.policy_judging import BenchSettings, load_judged
     from autotune.catalog import content_folder
+    from autotune.choices import DEFAULT_STORAGES, STORAGES
 
     folder = content_folder("policies")
     found, judged = read_recipe(recipe or folder / "ppo.toml"), load_judged(policy or folder / "ppo", train_run)
-    document = bench_policy(judged, found, BenchSettings(jobs=jobs, seed=seed), reporter=run.bars)
-    return _Measured("policy", document, lines(document))
+    settings = BenchSettings(jobs=jobs, seed=seed, storages=STORAGES if all_storages else DEFAULT_STORAGES)
+    document = bench_policy(judged, found, settings, reporter=run.bars)
+    return _Measured("policy-all-storages" if all_storages else "policy", document, lines(document))
 
 
 @_bench

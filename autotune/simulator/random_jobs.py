@@ -119,6 +119,7 @@ def draw_job(
     *,
     depth: tuple[int, int] = (2, 48),
     precisions: tuple[Precision, ...] = (Precision.FP32, Precision.BF16),
+    storages: tuple[Storage, ...] = DEFAULT_STORAGES,
 ) -> SimulatedJob:
     """Return a job drawn at random.
 
@@ -126,6 +127,7 @@ def draw_job(
         generator: source of random numbers.
         depth: smallest and largest number of recomputable units; the number is drawn log-uniformly between them.
         precisions: allowed precisions.
+        storages: allowed storages of recomputable units.
     """
     units = round(_log_uniform(generator, depth[0], depth[1] + 1) - 0.5)
     profile = draw_profile(
@@ -134,6 +136,7 @@ def draw_job(
             units=min(max(units, depth[0]), depth[1]),
             accumulation_choices=((1, 2, 4), (1, 2, 4, 8), (1,))[generator.choice(3, p=(0.4, 0.4, 0.2))],
             precisions=precisions,
+            storages=storages,
             identical=bool(generator.random() < 0.5),
             batching="adaptive" if generator.random() < 0.5 else "fixed",
             batch_size=int(2 ** generator.integers(3, 9)),
