@@ -165,7 +165,7 @@ def test_times_at_every_k_are_those_of_whole_steps(accelerator: ModuleType, monk
         # Bound by launches: not on a line between the smallest and the largest k.
         return max(1.0, 0.4 * plan.accumulation_steps) * (1.3 if "recompute" in plan.storage.values() else 1.0)
 
-    monkeypatch.setattr(profiler._Profiler, "_time_plan", lambda _self, plan: [took(plan)])
+    monkeypatch.setattr(profiler._Profiler, "_time_plan", lambda _self, plan, _steps: [took(plan)])
     known = profiled(accumulation_choices=(1, 2, 4))
     assert any("k = 2 is interpolated" in warning for warning in known.warnings)
     for plan in homogeneous_plans(known.space, (1, 2, 4)).values():

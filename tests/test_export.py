@@ -140,8 +140,8 @@ def test_torchtitan_gets_a_storage_that_all_layers_share() -> None:
         "--training.local_batch_size 2",
         "--training.global_batch_size 8",
         "--training.max_norm 0.7",
-        "--training.mixed_precision_param bfloat16",
         "--activation_checkpoint.mode memory_budget",
+        "--training.mixed_precision_param bfloat16",
         "--activation_checkpoint.memory_budget 0.1",
         "--compile.enable",
     ]
@@ -152,6 +152,16 @@ def test_torchtitan_gets_a_storage_that_all_layers_share() -> None:
     lines, notes = options({}, precision={**plan.precision, "head": Precision.FP32})
     assert "--training.mixed_precision_param float32" in lines
     assert any("not included, as torchtitan has bfloat16 or float32 for the whole model" in note for note in notes)
+    lines, notes = options({}, precision=dict.fromkeys(plan.precision, Precision.FP8))
+    assert "--training.mixed_precision_param float32" in lines
+    assert any("for the whole model: fp8: embedding" in note for note in notes)
+    lines, notes = options({}, precision=dict.fromkeys(plan.precision, Precision.INHERIT))
+    assert not any("mixed_precision_param" in line for line in lines)
+    assert any("for the whole model: inherit: " in note for note in notes)
+    for compile_, storage in ((True, "save"), (False, "compiled")):
+        lines, notes = options(dict.fromkeys(blocks, storage), launch=Launch(compile=compile_))
+        assert "--compile.enable" in lines
+        assert not any("not included" in note for note in notes)
 
 
 def test_plan_for_some_units_is_not_exported_as_a_whole_model_plan() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tiny_job
 import torch
 import torch.nn.functional as F
 from small_jobs import (
@@ -77,6 +78,57 @@ def test_baseline_trains_bit_for_bit_like_a_plain_loop():
     # Clipping was active.
     assert max(norms) > 0.5
     assert losses == pytest.approx(expected, rel=1e-7)
+    assert differences(dict(model.named_parameters()), dict(engine.model.named_parameters())) == []
+
+
+class Spectral(nn.Module):
+    """A network with a complex parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 2)
+        self.weight = nn.Parameter(torch.ones(9, dtype=torch.complex64))
+
+    def forward(self, x):
+        return self.last(torch.fft.irfft(torch.fft.rfft(torch.tanh(self.first(x))) * self.weight, n=16))
+
+
+def noise_batches(seed):
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(8, 8, generator=generator)
+
+
+def penalized(model, batch):
+    """Return a loss with a penalty on the gradient with respect to the batch, for which it differentiates within."""
+    x = batch.clone().requires_grad_()
+    output = model(x).square().mean()
+    (gradient,) = torch.autograd.grad(output, x, create_graph=True)
+    return output + (gradient.norm(dim=1) - 1).square().mean()
+
+
+@pytest.mark.parametrize("loss", [penalized, lambda model, batch: model(batch).square().mean()])
+def test_gradient_penalties_and_complex_parameters_train_like_a_plain_loop(loss):
+    job = tiny_job.make(
+        model=Spectral,
+        batches=noise_batches,
+        loss=loss,
+        optimizer=adamw,
+        clip_norm=0.05,
+        evaluate=lambda _model: 0.0,
+        schedule=None,
+    )
+    engine = engine_of(job, seed=7)
+    engine.run(4)
+    with randomness.isolated():
+        randomness.seed_all(7)
+        model = job.model()
+        optimizer = adamw(model.parameters())
+        for batch, _ in zip(job.batches(7), range(4), strict=False):
+            loss(model, batch).backward()
+            assert nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
+            optimizer.step()
+            optimizer.zero_grad()
     assert differences(dict(model.named_parameters()), dict(engine.model.named_parameters())) == []
 
 

@@ -208,6 +208,13 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> t
     """Return the number of calls of each unit, in forward order, and the types of arguments that cannot be copied."""
     losses: list[Any] = []
     foreign: dict[str, str] = {}
+    # Tensors for the backward pass are dropped: this pass only shows whether the loss has a gradient. A loss that
+    # differentiates within itself needs them.
+    nothing, asked = torch.empty(0), []
+
+    def restore(_: torch.Tensor) -> torch.Tensor:
+        asked.append(True)
+        return nothing
 
     def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         found = uncopyable_argument(args, kwargs)
@@ -220,15 +227,20 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> t
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        # Tensors for the backward pass are dropped: this pass only shows whether the loss has a gradient.
-        nothing = torch.empty(0)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, lambda _: nothing):
-            names = [unit.name for unit in units]
-            calls = ask(job, "loss", lambda: controls.forward_order(model, names, run, note))
+        names = [unit.name for unit in units]
+        with torch.enable_grad():
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, restore):
+                    calls = ask(job, "loss", lambda: controls.forward_order(model, names, run, note))
+            except JobError:
+                if not asked:
+                    raise
+            if asked:
+                calls = ask(job, "loss", lambda: controls.forward_order(model, names, run, note))
     finally:
         for module, mode in training.items():
             module.training = mode
-    _check_loss(losses[0], f"job {job.name!r}")
+    _check_loss(losses[-1], f"job {job.name!r}")
     return calls, foreign
 
 

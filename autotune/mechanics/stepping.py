@@ -251,10 +251,11 @@ class Update:
         """
         # torch divides by the norm plus 1e-6, so that it also scales gradients whose norm is just below the limit.
         if self.clip_norm is not None and self.clip_norm < norm + 2e-6 and norm < math.inf:
-            # In the dtype that the norm was computed in: another one would round the factor differently.
+            # In the dtype that the norm was computed in: another one would round the factor differently. The norm of
+            # complex gradients is real.
             pairs = [(owner, owner.grad) for owner in self.parameters if owner.grad is not None]
             owners, gradients = zip(*pairs, strict=True)
-            dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients})
+            dtype = functools.reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients})
             for alike in _by_mesh(owners, gradients):
                 nn.utils.clip_grads_with_norm_(alike, self.clip_norm, torch.tensor(norm, dtype=dtype, device="cpu"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,6 @@ from autotune.plan import Plan, Precision
 from autotune.report.export_targets import Export, Launched
 
 PLAN_FILE, TITAN_FILE = "plan.json", "torchtitan.options"
-_TITAN_MODES: Mapping[Storage | None, str] = {
-    Storage.SAVE: "none",
-    Storage.SELECTIVE: "selective",
-    Storage.RECOMPUTE: "full",
-}
 # Lines of Python that apply a plan's choices for single units to a model.
 APPLY = (
     "import autotune",
@@ -129,35 +124,53 @@ def to_torchtitan(launched: Launched) -> Export:
     under a budget of memory. Source of the names: torchtitan's ``TrainingConfig``, ``ActivationCheckpointConfig`` and
     ``CompileConfig``, 2026.
     """
-    used = {launched.plan.storage_of(name) for name in launched.stored} or {Storage.SAVE}
-    storage = next(iter(used)) if len(used) == 1 else None
-    budget = storage.compile_budget if storage is not None else 0.0
-    mode = "memory_budget" if budget else _TITAN_MODES.get(storage)
+    plan = launched.plan
+    used = {plan.storage_of(name) for name in launched.stored} or {Storage.SAVE}
+    mode, budget = _titan_mode(next(iter(used))) if len(used) == 1 else (None, 0.0)
+    kinds = set(plan.precision.values())
     options: dict[str, Any] = {
         "training.local_batch_size": launched.micro_samples,
         "training.global_batch_size": launched.samples,
         # 0 would scale every gradient to nothing.
         "training.max_norm": launched.clip_norm or "inf",
-        "training.mixed_precision_param": "bfloat16" if launched.autocast is Precision.BF16 else "float32",
         "activation_checkpoint.mode": mode or "none",
     }
+    if kinds != {Precision.INHERIT}:
+        options["training.mixed_precision_param"] = "bfloat16" if kinds == {Precision.BF16} else "float32"
     if budget:
-        options |= {"activation_checkpoint.memory_budget": budget, "compile.enable": None}
-    lists = [f"{one.label}: {_listed(names)}" for one, names in launched.plan.by_storage.items()]
+        options["activation_checkpoint.memory_budget"] = budget
+    if budget or plan.launch.compile:
+        options["compile.enable"] = None
     notes = [
-        "the model must be one of torchtitan's, which adds its own parallelism; k follows from the two batch sizes",
-        *([f"not included, as layers differ or there is no such mode: {'; '.join(lists)}"] if mode is None else []),
-        *(["which operations are selected is torchtitan's own choice"] if mode == "selective" else []),
+        "the model must be one of torchtitan's, which adds its own parallelism; k follows from the two batch sizes"
     ]
-    own = launched.by_unit
-    if launched.autocast is Precision.FP16 or (own is not None and len(set(own.precision.values())) > 1):
-        kinds = "; ".join(f"{one}: {_listed(names)}" for one, names in _by_precision(launched.plan).items())
-        notes.append(f"not included, as torchtitan has bfloat16 or float32 for the whole model: {kinds}")
-    if launch := own_launch(launched.plan):
+    if mode is None:
+        lists = "; ".join(f"{one.label}: {_listed(names)}" for one, names in plan.by_storage.items())
+        notes.append(f"not included, as layers differ or there is no such mode: {lists}")
+    if mode == "selective":
+        notes.append("which operations are selected is torchtitan's own choice")
+    if not any(kinds <= {one} for one in (Precision.BF16, Precision.FP32)):
+        lists = "; ".join(f"{one}: {_listed(names)}" for one, names in _by_precision(plan).items())
+        notes.append(f"not included, as torchtitan has bfloat16 or float32 for the whole model: {lists}")
+    if launch := own_launch(plan.changed(launch=replace(plan.launch, compile=None))):
         notes.append(f"not included: {launch}")
     text = "".join(f"--{name}\n" if value is None else f"--{name} {value}\n" for name, value in options.items())
     command = f"torchrun --nproc-per-node {launched.ranks} -m torchtitan.train $(cat {TITAN_FILE})"
     return Export(files={TITAN_FILE: text}, command=command, notes=tuple(notes))
+
+
+def _titan_mode(storage: Storage) -> tuple[str | None, float]:
+    """Return torchtitan's mode for a storage of all layers, ``None`` if it has none; and the budget of compiled ones.
+
+    Its ``selective`` keeps operations of a fixed list, such as matrix products and attention.
+    """
+    if storage is Storage.SAVE:
+        return "none", 0.0
+    if storage.compile_budget:
+        return "memory_budget", storage.compile_budget
+    if storage.recomputes:
+        return "full", 0.0
+    return ("selective" if storage.exact and not storage.needs_accelerator else None), 0.0
 
 
 def _plan_file(launched: Launched) -> dict[str, Any]:

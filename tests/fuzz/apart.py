@@ -112,7 +112,7 @@ def _be_child(arguments: list[str], root: Path, unreadable: Sequence[Path], stre
 
         def report(line: str) -> None:
             # What the guard prevents there is what its user asked for.
-            if not any(f" for writing outside: {folder}/" in line for folder in asked):
+            if not any(f" for writing outside: {begin}" in line for begin in asked):
                 os.write(streams["breaches"], f"{line}\n".encode("utf-8", "replace"))
 
         guard.install(
@@ -136,10 +136,12 @@ def _named_elsewhere(arguments: Sequence[str], root: Path) -> list[str]:
 
 
 def _asked_to_write(arguments: Sequence[str], root: Path) -> list[str]:
-    """Return the folders that the command line names for runs."""
+    """Return how paths begin in the folders that the command line names for runs, and of probes where one is to be."""
     words = " ".join(arguments).replace("--runs-dir=", "--runs-dir ").split(" ")
     named = [guard.real_path(root / "work" / then) for word, then in pairwise(words) if word == "--runs-dir" and then]
-    return [path for path in named if path is not None]
+    paths = [Path(path) for path in named if path is not None]
+    nearest = [next(parent for parent in (path, *path.parents) if parent.exists()) for path in paths]
+    return [*(f"{path}/" for path in paths), *(str(parent / ".autotune-") for parent in nearest)]
 
 
 def _main(arguments: list[str]) -> int:
