@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -14,12 +14,9 @@ from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import EngineError, InputError
 from autotune.io.progress import Reporter
 from autotune.job import Job
-from autotune.measurement import Measurement
 from autotune.plan import Plan
 from autotune.profiling.job_shape import fixed_shape
 from autotune.stats import paired_ratio
-
-Windows = Sequence[Measurement]
 
 
 def bench_storages(job: Job, *, rounds: int, seed: int = 0, reporter: Reporter = SILENT) -> dict[str, Any]:
@@ -82,13 +79,12 @@ def _row(windows: PlanWindows, plan: Plan, saving: Plan, first: Plan) -> dict[st
     own, peak = windows.rounds_s(plan), windows.peak(plan)
     beside, whole, base = windows.rounds_s(saving), windows.peak(saving), windows.peak(first)
     failure = windows.failure(plan)
-    seconds = windows.seconds(plan)
-    ended = failure is not None or seconds is None
+    paired = failure is None and own and len(own) == len(beside)
     return {
-        "seconds_per_step": seconds,
+        "seconds_per_step": windows.seconds(plan),
         "first_window_s": windows.first_s(plan),
         "peak_bytes": peak,
-        "over_saving": None if ended or len(beside) != len(own) else paired_ratio(own, beside),
+        "over_saving": paired_ratio(own, beside) if paired else None,
         "peak_over_saving": None if peak is None or not whole else peak / whole,
         "peak_over_baseline": None if peak is None or not base else peak / base,
         "failure": failure,

@@ -176,10 +176,6 @@ def _boundaries(
         if sighting.role == "saved" and block in found:
             found[block].keepers.add(sighting.place.segment)
     _keep_silently(trace, silent, found)
-    for passing in found.values():
-        if not passing.stays:
-            # A frozen unit, whose inputs have no gradient, keeps nothing.
-            passing.keepers.clear()
     return found, _keyed(trace, found)
 
 

@@ -246,7 +246,8 @@ def _seen_keepers(seen: Sequence[tuple[TracedStep, Passing]]) -> dict[int, tuple
     """Return the segments that kept a boundary in a trace, and under which choices."""
     keepers: dict[int, dict[str, None]] = {}
     for trace, passing in seen:
-        for segment in passing.keepers:
+        # A recomputing unit that is frozen, and whose inputs have no gradient, keeps nothing.
+        for segment in passing.keepers if passing.stays else ():
             keepers.setdefault(segment, {})[choice_at(trace.plan, trace.calls, segment)] = None
     return {segment: tuple(names) for segment, names in sorted(keepers.items()) if segment % 2}
 
