@@ -256,11 +256,12 @@ def peers(found: Document) -> Iterator[str]:
 
 def storages(found: Document) -> Iterator[str]:
     """Yield time and peak of each storage, beside saving all in the same precision."""
-    first = found["rows"][0]
+    first = next(row for row in found["rows"] if row["failure"] is None)
     yield (
         f"Job `{found['job']}`, one storage in all units at k = {found['accumulation_steps']}; rounds of windows in "
-        f"turn: {found['rounds']}. Saving all in {first['precision']} takes {1000 * first['seconds_per_step']:.0f} ms "
-        f"a step and {format_bytes(first['peak_bytes'])}. The first window compiles."
+        f"turn: {found['rounds']}. In {first['precision']}, `{first['storage']}` takes "
+        f"{1000 * first['seconds_per_step']:.0f} ms a step and {format_bytes(first['peak_bytes'])}. The first window "
+        "compiles."
     )
     yield from table(
         ["precision", "storage", "step", "time over saving's", "peak over saving's", "first window"],
@@ -269,8 +270,8 @@ def storages(found: Document) -> Iterator[str]:
                 row["precision"],
                 row["storage"],
                 f"{1000 * row['seconds_per_step']:.0f} ms",
-                interval(row["over_saving"]["ratio_median"], row["over_saving"]["ratio_ci95"]),
-                f"{row['peak_over_saving']:.0%}",
+                interval(*map((row["over_saving"] or {}).get, ("ratio_median", "ratio_ci95"))),
+                "" if row["peak_over_saving"] is None else f"{row['peak_over_saving']:.0%}",
                 f"{row['first_window_s']:.1f} s",
             )
             if row["failure"] is None

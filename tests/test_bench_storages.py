@@ -13,7 +13,7 @@ from torch import nn
 from autotune.bench.bench_storages import bench_storages, lines
 from autotune.choices import STORAGES_VARIABLE
 from autotune.cli.main import run
-from autotune.errors import InputError
+from autotune.errors import EngineError, InputError
 from autotune.records.run_directory import benchmark_folder
 
 JOB = str(Path(__file__).parent / "tiny_job.py")
@@ -61,3 +61,15 @@ def test_plan_that_fails_has_its_reason_in_its_row() -> None:
 def test_a_single_round_is_rejected() -> None:
     with pytest.raises(InputError, match="at least 2"):
         bench_storages(tiny_job.make(), rounds=1)
+
+
+def test_benchmark_ends_in_one_sentence_if_all_plans_fail() -> None:
+    with pytest.raises(EngineError, match="no plan can be measured: a step that saves all ends with .*no such luck"):
+        bench_storages(tiny_job.make(model=Broken), rounds=2)
+
+
+class Broken(tiny_job.Network):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            raise ValueError("no such luck")
+        return super().forward(tokens)

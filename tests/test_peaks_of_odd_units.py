@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autotune import Job
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.profiling.profiler import ProfilerOptions, profile
@@ -61,6 +62,8 @@ class Network(tiny_job.Network):
         }
         self.blocks = nn.ModuleList(map(kinds[kind], range(4)))
         self.embedding.requires_grad_(kind != "frozen")
+        # A small one, so that the blocks decide the peak.
+        self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -77,9 +80,19 @@ class Network(tiny_job.Network):
         return super().forward(tokens)
 
 
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).float().square().mean()
+
+
+def job_of(kind: str) -> Job:
+    return tiny_job.make(
+        model=lambda: Network(kind), loss=mean_square, evaluate=lambda _model: 0.0, accumulation_choices=(1, 2)
+    )
+
+
 @pytest.mark.parametrize("kind", ["skipped", "skipped last", "halves", "named", "frozen"])
 def test_peaks_of_mixed_plans_are_predicted(kind: str) -> None:
-    job = tiny_job.make(model=lambda: Network(kind), accumulation_choices=(1, 2))
+    job = job_of(kind)
     found = profile(job, device_name="here", options=ProfilerOptions.lean())
     generator = np.random.default_rng(0)
     engine = TorchEngine(job, options=EngineOptions(discard_steps=0))
@@ -89,5 +102,7 @@ def test_peaks_of_mixed_plans_are_predicted(kind: str) -> None:
         engine.apply(plan)
         measured = engine.run(1).peak_bytes
         assert measured is not None
-        assert 0.998 * measured <= peak_bytes(found, plan) <= 1.04 * measured, plan
+        ratio = (peak_bytes(found, plan) - found.static_bytes) / (measured - found.static_bytes)
+        # Which views share a tensor depends on what made them, and who keeps them on who uses them: a bound from above.
+        assert 0.999 <= ratio <= (1.15 if kind == "halves" else 1.001), plan
     engine.close()

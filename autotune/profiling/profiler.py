@@ -56,7 +56,7 @@ _MAX_TABLES, _MAX_LEAN_TABLES = 4, 2
 _MIN_ROUNDS, _CALIBRATION_VISITS = 2, 2
 # Steps of one visit to a plan; the first is a warm-up.
 _VISIT_STEPS = 3
-# Steps of an accelerator's visit to a plan that nothing watches; the first is a warm-up. Repeated steps differ by 1 %.
+# Steps of an accelerator's visit to a plan that nothing watches; the first is a warm-up.
 _WHOLE_STEPS = 2
 # A lean profile is timed again if times that should agree differ by more than this factor. On an idle machine they
 # differed by at most 1.16; while tests ran on the same machine, by 1.99.
