@@ -64,7 +64,7 @@ def test_a_single_round_is_rejected() -> None:
 
 
 def test_benchmark_ends_in_one_sentence_if_all_plans_fail() -> None:
-    with pytest.raises(EngineError, match="no plan can be measured: a step that saves all ends with .*no such luck"):
+    with pytest.raises(EngineError, match=r"no plan can be measured: a step that saves all ends with .*no such luck"):
         bench_storages(tiny_job.make(model=Broken), rounds=2)
 
 
