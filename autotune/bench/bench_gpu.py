@@ -24,7 +24,7 @@ RunPart = Callable[[Mapping[str, Any], float], Iterator[dict[str, Any]]]
 COMPLETE, OUT_OF_TIME, INTERRUPTED, NOT_YET = "complete", "out of time", "interrupted", "not yet"
 # Seconds reserved to end a part and write its results, and the shortest time for which a part is started.
 _ENDING_S, _LEAST_S = 6.0, 3.0
-# Seconds after which the machine part counts as hanging, and time limit of the first answers.
+# Seconds after which the machine part counts as hanging, and the least time limit of the first answers.
 _MACHINE_S, _ANSWERS_S = 120.0, 180.0
 # Factor by which a part may exceed its equal share of the time left, since other parts may need less than theirs.
 _SHARES = 2.0
@@ -156,7 +156,8 @@ class _GpuBench:
         for number, entry in enumerate(entries):
             waiting = (len(entries) - number) * (1 + len(arms))
             if number == 0:
-                self._job_part("answers", entry, profiles, min(_ANSWERS_S, self._left_s))
+                limit_s = min(max(_ANSWERS_S, self._share_s(waiting)), self._left_s)
+                self._job_part("answers", entry, profiles, limit_s, attaches=_ATTACHED in arms)
             if "baseline" not in entry:
                 # All arms of the job need the baseline.
                 self._job_part("known", entry, profiles, self._share_s(waiting // 3))
@@ -183,14 +184,21 @@ class _GpuBench:
         kept = entry if arm == _ATTACHED else entry["arms"]
         self._part(f"{entry['job']}: {arm}", asked, kept.update, limit_s)
 
-    def _job_part(self, part: str, entry: dict[str, Any], profiles: dict[str, Any], limit_s: float) -> None:
+    def _job_part(
+        self, part: str, entry: dict[str, Any], profiles: dict[str, Any], limit_s: float, *, attaches: bool = False
+    ) -> None:
         def take(found: dict[str, Any]) -> None:
             self.document["answers"] |= found.pop("answers", {})
             if "profile" in found:
                 profiles[entry["job"]] = found.pop("profile")
             entry.update(found)
 
-        asked = {"part": part, "job": entry["reference"], "attached_steps": self._settings.attached_steps}
+        asked = {
+            "part": part,
+            "job": entry["reference"],
+            "attaches": attaches,
+            "attached_steps": self._settings.attached_steps,
+        }
         self._part(f"{entry['job']}: {part}", asked, take, limit_s)
 
     def _part(

@@ -110,7 +110,10 @@ def known(asked: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def answers(asked: Mapping[str, Any]) -> Iterator[Found]:
-    """Yield whether predictions are right, whether exact mode repeats the run, and an attached tuner's overhead."""
+    """Yield whether predictions are right, whether exact mode repeats the run, and an attached tuner's overhead.
+
+    The overhead is left out if the arm :data:`ATTACHED` is.
+    """
     job, device = _job(asked), asked["device"]
     found: Found = {}
     for part in known(asked):
@@ -132,7 +135,8 @@ def answers(asked: Mapping[str, Any]) -> Iterator[Found]:
             yield {"answers": {**_predicted(windows, seen)}}
     del engine, windows
     devices.release(device)
-    yield from attached({**asked, "profile": found["profile"], "peak_bytes": found["baseline"]["peak_bytes"]})
+    if asked["attaches"]:
+        yield from attached({**asked, "profile": found["profile"], "peak_bytes": found["baseline"]["peak_bytes"]})
 
 
 def arm(asked: Mapping[str, Any]) -> Iterator[Found]:

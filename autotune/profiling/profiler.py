@@ -58,6 +58,8 @@ _MIN_ROUNDS, _CALIBRATION_VISITS = 2, 2
 _VISIT_STEPS = 3
 # Steps of an accelerator's visit to a plan that nothing watches; the first is a warm-up.
 _WHOLE_STEPS = 2
+# Seconds of a step below which further ones are timed too: one short step tells little.
+_SHORT_S, _FURTHER_STEPS = 0.25, 2
 # A lean profile is timed again if times that should agree differ by more than this factor. On an idle machine they
 # differed by at most 1.16; while tests ran on the same machine, by 1.99.
 _AGREEMENT = 1.3
@@ -446,8 +448,16 @@ class _Profiler:
             return result
         space = self._engine.decided(result.space)
         plans = homogeneous_plans(space, space.accumulation_choices)
-        timed = [(plan, self._time_plan(plan, _WHOLE_STEPS)) for name, plan in plans.items() if not name.passes_16_bit]
+        timed = [(plan, self._whole_steps(plan)) for name, plan in plans.items() if not name.passes_16_bit]
         return corrected(result, {plan: statistics.median(values) for plan, values in timed if values})
+
+    def _whole_steps(self, plan: Plan) -> list[float]:
+        """Return the seconds of whole steps of a plan, more of them if they are short."""
+        seconds = self._time_plan(plan, _WHOLE_STEPS)
+        if self._engine.decided(0.0 < sum(seconds) < _SHORT_S):
+            window = self._engine.run(_FURTHER_STEPS)
+            seconds += [] if window.failure is not None else window.step_s
+        return seconds
 
     def _calibrate(self, result: Profile) -> Profile:
         """Measure whole plans, interleaved, and fit the time model to them."""
