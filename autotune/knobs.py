@@ -31,6 +31,9 @@ _BACKENDS = {
     "cudnn": "CUDNN_ATTENTION",
 }
 _ON_ACCELERATORS = ("efficient", "cudnn")
+# The knob that :func:`releases` looks for, and the libraries whose optimizers update one parameter at a time.
+RELEASE = "release"
+_ONE_BY_ONE = ("torch.optim", "bitsandbytes.optim", "pytorch_optimizer")
 
 
 def _no_candidates() -> tuple[str, ...]:
@@ -51,6 +54,7 @@ class Knob:
         of_job: returns a job with the knob; ``None`` for a setting of the process.
         of_process: returns the context in which the process has the setting; ``None`` for a change of the job.
         needs_accelerator: whether a value can be used only where the job trains on an accelerator.
+        saves_memory: whether it is worth a trial for its memory alone, at a price; such a knob is never recommended.
     """
 
     exact: bool
@@ -62,6 +66,7 @@ class Knob:
     of_job: Callable[[Job, str], Job] | None = None
     of_process: Callable[[str], AbstractContextManager[Any]] | None = None
     needs_accelerator: Callable[[str], bool] = lambda _: False
+    saves_memory: bool = False
 
 
 def parsed(text: str, *, where: str, others: Iterable[str] = ()) -> dict[str, str]:
@@ -144,6 +149,11 @@ def settings_of(text: str | None) -> Iterator[None]:
         yield
 
 
+def releases(text: str | None) -> bool:
+    """Return whether engines update each parameter, and free its gradient, during the backward pass."""
+    return bool(text) and RELEASE in parsed(text or "", where="knobs")
+
+
 def of_process(text: str | None) -> str | None:
     """Return those of several knobs that are settings of the process; ``None`` if there are none."""
     found = parsed(text, where="knobs") if text else {}
@@ -221,6 +231,30 @@ def _loading(job: Job, knob: str, **options: Any) -> Job:
             allowed="a job from Job.from_loader(model, DataLoader(...), ...)",
         )
     return replace(job, batches=batches)
+
+
+def _released(job: Job, _value: str) -> Job:
+    """Return a job whose engine makes the update during the backward pass, at k = 1.
+
+    Raises:
+        InputError: if its gradients are clipped.
+    """
+    where = f"job {job.name!r}, +{RELEASE}"
+    if job.clip_norm is not None:
+        problem = "gradients are clipped by their common norm, which is known when all of them are there"
+        raise InputError(problem, where=where, allowed="a job with clip_norm=None")
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        built = job.optimizer(parameters)
+        if not type(built).__module__.startswith(_ONE_BY_ONE):
+            raise InputError(
+                f"{type(built).__name__} may not update one parameter at a time",
+                where=where,
+                allowed="an optimizer of torch.optim, or of +adamw8bit, +lamb or +lion",
+            )
+        return built
+
+    return replace(job, optimizer=optimizer, accumulation_choices=(1,))
 
 
 @contextmanager
@@ -315,5 +349,12 @@ KNOBS: dict[str, Knob] = {
         code="DataLoader(..., pin_memory=True)",
         of_job=lambda job, _: _loading(job, "pinned", pinned=True),
         needs_accelerator=lambda _: True,
+    ),
+    RELEASE: Knob(
+        exact=True,
+        group=RELEASE,
+        code="update each parameter, and free its gradient, in its register_post_accumulate_grad_hook",
+        of_job=_released,
+        saves_memory=True,
     ),
 }

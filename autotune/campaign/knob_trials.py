@@ -195,8 +195,10 @@ def recommended(trials: Sequence[LaunchTrial], *, tolerant: bool) -> str:
     """
     best: dict[str, LaunchTrial] = {}
     for trial in trials:
-        if trial.choice != _LEAN and trial.is_faster and (trial.exact or tolerant):
-            group = trial.choice if trial.choice == _TF32 else knobs.KNOBS[trial.choice.partition("=")[0]].group
+        knob = knobs.KNOBS.get(trial.choice.partition("=")[0])
+        lean = trial.choice == _LEAN or (knob is not None and knob.saves_memory)
+        if not lean and trial.is_faster and (trial.exact or tolerant):
+            group = trial.choice if knob is None else knob.group
             best[group] = min(trial, best.get(group, trial), key=_time_ratio)
     return "+".join(trial.choice for trial in trials if trial in best.values())
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from autotune import knobs
 from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.deepspeed_library import connect, imported
 from autotune.engines.torch_engine import EngineOptions, Snapshot, TorchEngine
@@ -74,6 +75,9 @@ class DeepSpeedEngine(TorchEngine):
         options: EngineOptions | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        if knobs.releases(job.launch.knobs):
+            problem = f"+{knobs.RELEASE} is not possible: DeepSpeed keeps the gradients until its own update"
+            raise InputError(problem, where=f"job {job.name!r}", allowed="--engine torch")
         self.zero_stage = zero_stage
         # Stage 3 learns the order of the modules in its first step and prefetches from the second on.
         self.settling_steps = 1 if zero_stage == 3 else 0

@@ -32,6 +32,7 @@ from autotune.mechanics.compiled_units import compilations
 from autotune.mechanics.energy_meter import EnergyMeter, find_meter
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, MonitorState
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
+from autotune.mechanics.releasing import ReleasingUpdate
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan
@@ -166,9 +167,21 @@ class TorchEngine(EngineBase):
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Return the update of the job's optimizer; overridden by engines that wrap the model."""
+        if knobs.releases(self.job.launch.knobs):
+            self._leave_out_scaled()
+            return ReleasingUpdate(optimizer, device_type=self.device.type)
         return stepping.Update(
             optimizer, clip_norm=self.job.clip_norm, device_type=self.device.type, order=self.model.parameters()
         )
+
+    def _leave_out_scaled(self) -> None:
+        """Leave out precisions that scale the loss: a scaled gradient may overflow after weights were updated."""
+        for precision in [one for one in self.space.precisions if one.needs_loss_scaling]:
+            self.locks[f"precision {precision}"] = (
+                "+release updates weights before it is known whether gradients overflow"
+            )
+        kept = tuple(one for one in self.space.precisions if not one.needs_loss_scaling)
+        self.space = replace(self.space, precisions=kept)
 
     def energy_meter(self) -> EnergyMeter:
         """Return the meter of the energy of all devices that train the job."""
@@ -278,7 +291,8 @@ class TorchEngine(EngineBase):
             with self._own_randomness():
                 undo = _Undo(randomness.capture(), copy_buffers(self.model), self.monitor.state)
                 try:
-                    _Attempt(self, self._take_batches(), sample=False).accumulate(metered=False)
+                    with self.update.whole_gradients():
+                        _Attempt(self, self._take_batches(), sample=False).accumulate(metered=False)
                     return [None if p.grad is None else p.grad.clone() for p in self.update.parameters]
                 finally:
                     self._put_back(undo)
@@ -447,7 +461,7 @@ class TorchEngine(EngineBase):
 
     def _sample_is_due(self, first_step: int) -> bool:
         """Return whether the next step is sampled: the first possible step of a window, then every n-th."""
-        if self.options.statistics_every is None:
+        if self.options.statistics_every is None or not self.update.keeps_gradients:
             return False
         sampled_at = self.monitor.state.sampled_at
         since = self.progress.steps - sampled_at
@@ -490,7 +504,6 @@ class _Attempt:
         loss: mean loss per item, after accumulation.
         norm: 2-norm of the unscaled gradient, after accumulation.
         representative: whether the wall time is that of an ordinary step.
-        updating: whether the optimizer's update has begun, after which the step cannot be undone.
         stepped: whether the update was made, not skipped.
     """
 
@@ -503,8 +516,8 @@ class _Attempt:
         self.loss = math.nan
         self.norm = math.nan
         self.representative = True
-        self.updating = False
         self.stepped = False
+        self._finishing = False
 
     def accumulate(self, *, metered: bool) -> None:
         """Run all micro-batches and unscale; the parameters then have the true gradient."""
@@ -524,10 +537,15 @@ class _Attempt:
         """Return whether a skipped update is due to an overflow of the scaled gradient; the next step scales less."""
         return self._engine.update.scaled and math.isfinite(self.loss)
 
+    @property
+    def updating(self) -> bool:
+        """Return whether the optimizer's update has begun, after which the step cannot be undone."""
+        return self._finishing or self._engine.update.updating
+
     def finish(self) -> None:
         """Clip and make the update; skip it if the loss or the gradient is not finite."""
         self._engine.update.clip(self.norm)
-        self.updating = True
+        self._finishing = True
         self.stepped = self._engine.update.finish(self.norm, abandon=not math.isfinite(self.loss))
 
     def _pieces(self, *, may_split: bool) -> list[Any]:

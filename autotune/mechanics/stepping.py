@@ -172,7 +172,14 @@ class Update:
         whole_norm: function that returns the gradient's 2-norm if this rank has only a part; ``None`` computes it here.
         order: the model's parameters; the norm adds their gradients in this order, as loops do that clip
             ``model.parameters()``. Empty for the order of the optimizer's groups.
+
+    Attributes:
+        keeps_gradients: whether all gradients are there when the backward pass is done.
+        updating: whether the step under way has changed a weight before :meth:`finish`.
     """
+
+    keeps_gradients = True
+    updating = False
 
     def __init__(
         self,
@@ -205,6 +212,10 @@ class Update:
     def loss_scale(self) -> float:
         """Return the factor on the loss and thereby on the gradients; 1 while scaling is off."""
         return self._scaler.get_scale() if self.scaled else 1.0
+
+    def whole_gradients(self) -> AbstractContextManager[None]:
+        """Keep the gradients of all parameters during the body, in which no step is finished."""
+        return nullcontext()
 
     def begin(self, micro_batches: int) -> None:
         """Announce the number of micro-batches of the next update, for subclasses that must know the last one."""

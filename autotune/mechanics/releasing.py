@@ -1,0 +1,106 @@
+"""Make an optimizer's update during the backward pass, one parameter after the other, and free each gradient at once.
+
+Only one gradient or a few are alive at a time, instead of those of the whole model. That takes the update of a
+parameter to depend on that parameter alone, a single backward pass per step, and gradients that are neither clipped by
+their common norm nor scaled.
+
+Source: Lv et al. 2024, Full Parameter Fine-tuning for Large Language Models with Limited Resources (2306.09782), and
+PyTorch's ``register_post_accumulate_grad_hook``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autotune.errors import JobError
+from autotune.mechanics.stepping import Update
+
+
+class ReleasingUpdate(Update):
+    """Maker of updates that are done when the backward pass is; arguments as for :class:`Update`, which clips nothing.
+
+    A step that is not finite has changed weights when that is known, so :meth:`finish` raises.
+    """
+
+    keeps_gradients = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, **common: Any) -> None:
+        super().__init__(optimizer, clip_norm=None, **common)
+        self.updating = False
+        self._keeping = False
+        self._hooks: list[RemovableHandle] = []
+        self._norms: list[torch.Tensor] = []
+
+    @contextmanager
+    def whole_gradients(self) -> Iterator[None]:
+        """Keep the gradients of all parameters during the body, in which no weight changes."""
+        self._keeping = True
+        try:
+            yield
+        finally:
+            self._keeping = False
+
+    def backward(self, loss: torch.Tensor, weight: float) -> None:
+        """Run the backward pass and, unless the loss is not finite or gradients are kept, make the update."""
+        if not self._keeping and math.isfinite(float(loss.detach())):
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(self._updater(group))
+                for group in self.optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad
+            ]
+        try:
+            super().backward(loss, weight)
+        finally:
+            self._unhook()
+
+    def unscale(self) -> float:
+        """Return the 2-norm of the gradient."""
+        return float(torch.linalg.vector_norm(torch.stack(self._norms))) if self.updating else super().unscale()
+
+    def finish(self, norm: float, *, abandon: bool = False) -> bool:
+        """Forget the step, which is made; return whether it was.
+
+        Raises:
+            JobError: if the gradient was not finite.
+        """
+        stepped, made = self.updating, math.isfinite(norm)
+        self.discard()
+        if stepped and not made:
+            raise JobError("a gradient that is not finite was applied", where="+release", allowed="finite gradients")
+        return stepped
+
+    def discard(self) -> None:
+        """Drop what is left of the step."""
+        self._unhook()
+        self._norms, self.updating = [], False
+        super().discard()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _updater(self, group: dict[str, Any]) -> Any:
+        def update(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
+            gradient = parameter.grad
+            # The values of a sparse gradient have the same norm.
+            dense = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+            self._norms.append(torch.linalg.vector_norm(dense).float())
+            groups, self.updating = self.optimizer.param_groups, True
+            self.optimizer.param_groups = [{**group, "params": [parameter]}]
+            try:
+                self.optimizer.step()
+            finally:
+                self.optimizer.param_groups = groups
+            parameter.grad = None
+
+        return update
