@@ -24,6 +24,7 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import solve
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import InputError
+from autotune.launching import launched, split
 from autotune.plan import Plan, Precision
 from autotune.profiling.estimator import estimate
 from autotune.profiling.profiler import ProfilerOptions, profile
@@ -372,3 +373,13 @@ def test_estimate_of_many_k_covers_all_and_round_trips() -> None:
     found = estimate(perceptron_job(accumulation_choices=choices), A100)
     assert found.accumulation_choices == choices
     assert Profile.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("choices", ["adamw8bit", "release", "adamw8bit+release"])
+def test_lean_optimizers_need_the_memory_that_they_need_in_training(choices: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    job = launched(replace(large_gpt(), clip_norm=None), split(f"job+{choices}", where="test")[1])
+    found, measured = estimate(job, ON_CPU), profile(job, device_name="cpu", options=ProfilerOptions.lean())
+    assert found.static_bytes == pytest.approx(measured.static_bytes, rel=0.001)
+    plan = found.space.baseline().changed(storage=found.space.leanest().storage)
+    assert peak_bytes(found, plan) == pytest.approx(peak_bytes(measured, plan), rel=0.005)

@@ -11,16 +11,50 @@ PyTorch's ``register_post_accumulate_grad_hook``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import JobError
 from autotune.mechanics.stepping import Update
+
+
+@contextmanager
+def released(optimizer: torch.optim.Optimizer, seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Run a backward pass in the body that updates each parameter as soon as its gradient is complete, and frees it.
+
+    Args:
+        optimizer: the optimizer.
+        seen: called with each gradient before its update.
+    """
+
+    def updater(group: dict[str, Any]) -> Callable[[torch.Tensor], None]:
+        def update(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            seen(parameter.grad)
+            groups = optimizer.param_groups
+            optimizer.param_groups = [{**group, "params": [parameter]}]
+            try:
+                optimizer.step()
+            finally:
+                optimizer.param_groups = groups
+            parameter.grad = None
+
+        return update
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(updater(group))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class ReleasingUpdate(Update):
@@ -35,7 +69,6 @@ class ReleasingUpdate(Update):
         super().__init__(optimizer, clip_norm=None, **common)
         self.updating = False
         self._keeping = False
-        self._hooks: list[RemovableHandle] = []
         self._norms: list[torch.Tensor] = []
 
     @contextmanager
@@ -49,17 +82,10 @@ class ReleasingUpdate(Update):
 
     def backward(self, loss: torch.Tensor, weight: float) -> None:
         """Run the backward pass and, unless the loss is not finite or gradients are kept, make the update."""
-        if not self._keeping and math.isfinite(float(loss.detach())):
-            self._hooks = [
-                parameter.register_post_accumulate_grad_hook(self._updater(group))
-                for group in self.optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.requires_grad
-            ]
-        try:
+        updates = not self._keeping and math.isfinite(float(loss.detach()))
+        body: AbstractContextManager[None] = released(self.optimizer, self._see) if updates else nullcontext()
+        with body:
             super().backward(loss, weight)
-        finally:
-            self._unhook()
 
     def unscale(self) -> float:
         """Return the 2-norm of the gradient."""
@@ -79,28 +105,11 @@ class ReleasingUpdate(Update):
 
     def discard(self) -> None:
         """Drop what is left of the step."""
-        self._unhook()
         self._norms, self.updating = [], False
         super().discard()
 
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _updater(self, group: dict[str, Any]) -> Any:
-        def update(parameter: nn.Parameter) -> None:
-            assert parameter.grad is not None
-            gradient = parameter.grad
-            # The values of a sparse gradient have the same norm.
-            dense = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
-            self._norms.append(torch.linalg.vector_norm(dense).float())
-            groups, self.updating = self.optimizer.param_groups, True
-            self.optimizer.param_groups = [{**group, "params": [parameter]}]
-            try:
-                self.optimizer.step()
-            finally:
-                self.optimizer.param_groups = groups
-            parameter.grad = None
-
-        return update
+    def _see(self, gradient: torch.Tensor) -> None:
+        # The values of a sparse gradient have the same norm.
+        dense = gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+        self._norms.append(torch.linalg.vector_norm(dense).float())
+        self.updating = True

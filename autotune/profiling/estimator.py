@@ -6,6 +6,7 @@ the device's allocator counts it, and time from the device's published rates. Th
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from autotune import knobs
 from autotune.choices import COMPILED_STORAGES, REDUCED_PRECISIONS
 from autotune.cost_model.device_table import DeviceSpec
 from autotune.cost_model.profile import Profile
@@ -28,12 +30,13 @@ from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.memory_meter import resident_tensors
 from autotune.mechanics.precision import DTYPES
 from autotune.mechanics.randomness import isolated, seed_all
+from autotune.mechanics.releasing import released
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.storages import offered
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.plan import Plan, PlanSpace, Precision
 from autotune.profiling.attribution import attribute
-from autotune.profiling.fake_trace import FakeTracer, fake_conversions, fused_attention
+from autotune.profiling.fake_trace import FakeTracer, fake_8_bit_states, fake_conversions, fused_attention
 from autotune.profiling.homogeneous_plans import (
     UPDATE,
     PlanName,
@@ -80,7 +83,7 @@ def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], Non
         spread = length_spread(job)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with devices.fp32_computed_in(job.launch.fp32), isolated(), mode, fake_conversions():
+        with devices.fp32_computed_in(job.launch.fp32), isolated(), mode, fake_conversions(), fake_8_bit_states():
             run = _FakeRun(job, device, map_tensors(mode.from_tensor, batch))
             record = StepRecord(
                 job=job.name,
@@ -211,11 +214,15 @@ class _FakeRun:
         k = plan.accumulation_steps
         pieces = [self._batch] * k if self._job.batching == "adaptive" else stepping.split(self._batch, k)
         pieces = pieces[:2]
+        # Which jobs allow at k = 1 alone.
+        releases = knobs.releases(self._job.launch.knobs)
+        releasing = released(self._optimizer, lambda _gradient: None) if releases else contextlib.nullcontext()
         for piece in pieces:
             begin("forward")
             loss = ask(self._job, "loss", lambda piece=piece: self._job.loss(self._model, piece))  # type: ignore[misc]
             begin("backward")
-            (loss * (1.0 / len(pieces))).backward()
+            with releasing:
+                (loss * (1.0 / len(pieces))).backward()
             begin("update")
             del loss
         self._optimizer.step()

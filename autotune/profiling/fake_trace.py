@@ -6,9 +6,10 @@ not seen, so estimated peaks are slightly low.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,17 @@ OperatorTime = Callable[[float, float, torch.dtype, bool], float]
 
 
 @contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Run the body with another value of an attribute."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
 def fused_attention() -> Iterator[None]:
     """Run the body with fused attention, as on a GPU; dropout is turned off because the CPU's kernel lacks it.
 
@@ -39,17 +51,40 @@ def fused_attention() -> Iterator[None]:
     ) -> Any:
         return original(query, key, value, attn_mask, 0.0, *more, **rest)
 
-    F.scaled_dot_product_attention = fused
-    try:
+    with _replaced(F, "scaled_dot_product_attention", fused):
         yield
-    finally:
-        F.scaled_dot_product_attention = original
+
+
+@contextmanager
+def fake_8_bit_states() -> Iterator[None]:
+    """Run the body with optimizers of bitsandbytes that take fake parameters: states as they are, and no arithmetic.
+
+    An update reads and writes states and parameter once, and reads the gradient. The library must be loaded already.
+    """
+    library = sys.modules.get("bitsandbytes.optim.optimizer")
+    if library is None:
+        yield
+        return
+
+    def fill_qmap(self: Any) -> None:
+        self.name2qmap = {name: torch.empty(256) for name in ("dynamic", "udynamic")}
+
+    @torch.no_grad()
+    def update_step(self: Any, _group: Any, parameter: torch.Tensor, _gindex: int, _pindex: int) -> None:
+        for name in {"state1", "state2"} & {*self.state[parameter]}:
+            self.state[parameter][name].add_(0)
+        parameter.add_(parameter.grad)  # type: ignore[arg-type]  # a parameter that is updated has a gradient
+
+    with ExitStack() as replacing:
+        replacing.enter_context(_replaced(library.Optimizer8bit, "fill_qmap", fill_qmap))
+        for kind in (library.Optimizer1State, library.Optimizer2State):
+            replacing.enter_context(_replaced(kind, "update_step", update_step))
+        yield
 
 
 @contextmanager
 def fake_conversions() -> Iterator[None]:
     """Run the body with module conversions (``to``, ``half``) replacing fake parameters, which torch cannot swap."""
-    original = nn.Module._apply
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def converted(tensor: torch.Tensor, convert: Any) -> torch.Tensor:
@@ -71,11 +106,8 @@ def fake_conversions() -> Iterator[None]:
                         owned[name] = converted(tensor, convert)  # type: ignore[assignment]
         return self
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with _replaced(nn.Module, "_apply", apply):
         yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 class _Operators(TorchDispatchMode):
