@@ -144,6 +144,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "wide network": (toml("[ppo]\nwidth = 4096"), "ppo.width is 4096"),
     "no jobs": (toml("[jobs]\ntraining = 0"), "jobs.training is 0"),
     "deepest above shallowest": (toml("[jobs]\nshallowest = 9\ndeepest = 3"), "jobs.deepest is 3"),
+    "more than all jobs": (toml("[jobs]\nall_storages_frac = 1.5"), "jobs.all_storages_frac is 1.5"),
     "one window": (toml("[jobs]\nwindows = 1"), "jobs.windows is 1"),
     "share above 1": (toml("[strengths]\ncommon_share = 1.5"), "strengths.common_share is 1.5"),
     "lanes above all": (toml("[strengths]\nlength_lanes = 1.01"), "strengths.length_lanes is 1.01"),

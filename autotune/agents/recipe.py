@@ -66,6 +66,7 @@ class JobsRecipe:
         shallowest: recomputable units of the shallowest job.
         deepest: recomputable units of the deepest job.
         windows: windows of a run.
+        all_storages_frac: share of the jobs that offer all storages; the others offer to save or to recompute.
     """
 
     __pydantic_config__ = STRICT
@@ -76,6 +77,7 @@ class JobsRecipe:
     shallowest: int = 2
     deepest: int = 24
     windows: int = 60
+    all_storages_frac: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,7 @@ class Recipe:
         for name in ("training", "validation", "shallowest"):
             _require(getattr(jobs, name) >= 1, f"jobs.{name}", getattr(jobs, name), ">= 1")
         _require(jobs.deepest >= jobs.shallowest, "jobs.deepest", jobs.deepest, ">= jobs.shallowest")
+        _require(jobs.all_storages_frac <= 1, "jobs.all_storages_frac", jobs.all_storages_frac, "at most 1")
         _require(jobs.windows >= 2, "jobs.windows", jobs.windows, ">= 2")
         _require(ppo.batch >= 2, "ppo.batch", ppo.batch, ">= 2")
         self._check_strengths()

@@ -29,6 +29,7 @@ from autotune.campaign.seed_files import (
     write_result,
 )
 from autotune.campaign.seed_processes import ClusterSeeds, LocalSeeds, SeedProcess
+from autotune.choices import DEFAULT_STORAGES, STORAGES
 from autotune.engines.ray_cluster import ClusterOptions
 from autotune.errors import AutotuneError, WorkerLostError
 from autotune.gym.moving_env import MovingEnv
@@ -52,7 +53,9 @@ def jobs_of(recipe: Recipe, *, validation: bool = False) -> list[SimulatedJob]:
     jobs = recipe.jobs
     generator = np.random.default_rng(jobs.seed + validation)
     count = jobs.validation if validation else jobs.training
-    return [draw_job(generator, depth=(jobs.shallowest, jobs.deepest)) for _ in range(count)]
+    depth, ladders = (jobs.shallowest, jobs.deepest), round(count * jobs.all_storages_frac)
+    storages = [STORAGES] * ladders + [DEFAULT_STORAGES] * (count - ladders)
+    return [draw_job(generator, depth=depth, storages=offered) for offered in storages]
 
 
 def validation_env(recipe: Recipe, strengths: Strengths | None = None, lanes: int = VALIDATION_LANES) -> MovingEnv:
@@ -277,6 +280,8 @@ def card(recipe: Recipe, training: Any, document: dict[str, Any]) -> str:
     seeds = ", ".join(f"{seed}: {value:+.2f} %" for seed, value in document["won_percent"].items())
     low, high = document["won_percent_ci95"]
     minutes = document["training_s"] / 60
+    frac = recipe.jobs.all_storages_frac
+    ladders = f"; {frac:.0%} of them offer all storages" if frac else ""
     return f"""# Policy
 
 A network of {document["parameters"]:,} parameters that adjusts a planner while the conditions of a run change: whether
@@ -288,7 +293,7 @@ adjust it.
 |---|---|
 | trained by | PPO, {training.decisions:,} windows for each of {training.seeds} seeds, in {minutes:.0f} minutes |
 | trained on | {recipe.jobs.training} simulated jobs of {recipe.jobs.shallowest} to {recipe.jobs.deepest} blocks, \
-{recipe.jobs.windows} windows each |
+{recipe.jobs.windows} windows each{ladders} |
 | time saved against the planner, on {recipe.jobs.validation} other jobs | {document["won_percent_mean"]:+.2f} % \
 (95 % interval over jobs and seeds {low:+.2f} to {high:+.2f}) |
 | the seeds | {seeds}; seed {training.seed} is this one |
