@@ -141,7 +141,7 @@ class DeepSpeedEngine(TorchEngine):
         super().close()
         self.called.destroy()
 
-    def gradient(self, plan: Plan) -> list[torch.Tensor | None]:
+    def gradient(self, plan: Plan, batches: list[Any] | None = None) -> list[torch.Tensor | None]:
         """Refuse: no rank has the whole gradient.
 
         Raises:
