@@ -292,9 +292,9 @@ class PlanSpace:
 
     @property
     def approximate(self) -> tuple[Precision | Storage, ...]:
-        """Return the choices whose error in the gradient a profile measures: precisions asked for, inexact storages."""
+        """Return the precisions that were asked for and the storages that approximate gradients."""
         asked = (one for one in self.precisions if one.asked_only)
-        return (*asked, *(one for one in self.storages if not one.exact))
+        return (*asked, *(one for one in self.storages if one.approximates))
 
     def precisions_of(self, unit: str) -> tuple[Precision, ...]:
         """Return the precisions that a unit may have."""

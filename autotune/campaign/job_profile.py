@@ -43,8 +43,8 @@ def any_needs_profile(campaign: Campaign, names: Sequence[str]) -> bool:
 
 
 def _offers_approximate(campaign: Campaign) -> bool:
-    """Return whether plans may choose what approximates the gradient: an inexact storage, or a precision asked for."""
-    if any(not one.exact for one in offered(campaign.job.storages)):
+    """Return whether plans may choose a storage that approximates gradients, or a precision that was asked for."""
+    if any(one.approximates for one in offered(campaign.job.storages)):
         return True
     # Otherwise a device's precisions need not be timed here.
     asked = any(one.asked_only for one in named() or ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,8 +105,8 @@ class Finding:
         return self.units if self.is_useless else tuple(self.locked)
 
 
-def find_errors(engine: WatchedEngine, job: Job, seed: int) -> list[Finding]:
-    """Return what each approximate choice of an engine does to the gradient of a step.
+def find_errors(engine: WatchedEngine, job: Job, seed: int, choices: Collection[Choice]) -> list[Finding]:
+    """Return what some choices do to the gradient of a step.
 
     Micro-batches are as small as the job allows, and other units have the leanest exact storage. Precisions are tried
     without dropout, whose masks may depend on the format.
@@ -115,17 +115,18 @@ def find_errors(engine: WatchedEngine, job: Job, seed: int) -> list[Finding]:
         engine: the engine; its training state does not change.
         job: the job, whose batches differ.
         seed: random seed for its batches.
+        choices: the choices.
 
     Raises:
         JobError: if a step raises without any of the choices.
     """
     found = []
     for kind, context in ((Precision, WithoutDropout()), (Storage, contextlib.nullcontext())):
-        choices = [one for one in engine.space.approximate if isinstance(one, kind)]
-        if choices and engine.space.units:
+        own = [one for one in choices if isinstance(one, kind)]
+        if own and engine.space.units:
             with context:
                 trial = _Trial(engine, job, seed)
-                found += [finding for one in choices if (finding := trial.finding(one)) is not None]
+                found += [finding for one in own if (finding := trial.finding(one)) is not None]
     return found
 
 

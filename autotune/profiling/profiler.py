@@ -26,7 +26,7 @@ from autotune.mechanics import devices
 from autotune.mechanics.compiled_units import compilations
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, StepTrace, rest_of
-from autotune.plan import Plan, PlanSpace, Storage
+from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.profiling.attribution import attribute
 from autotune.profiling.choice_errors import WHOLE, Finding, as_share, find_errors
 from autotune.profiling.compile_probe import uncompiled
@@ -249,13 +249,18 @@ class _Profiler:
         """Tell which units are left uncompiled, leave out what compiles none, and judge approximate choices."""
         for storage in [one for one in self._engine.space.storages if one in COMPILED_STORAGES]:
             self._judge_compiled(storage)
-        self._engine.space = self._engine.space.locking(self._judge_approximate(self._engine))
+        space = self._engine.space
+        # Compiled storages, too: rounding aside, they should do what saving does.
+        inexact = [*space.approximate, *(one for one in space.storages if one in COMPILED_STORAGES)]
+        self._engine.space = space.locking(self._judge_errors(self._engine, inexact))
 
-    def _judge_approximate(self, engine: WatchedEngine, when: str = "") -> dict[str, list[str]]:
-        """Tell how far approximate choices put the gradient off, and return those that go too far, by unit."""
+    def _judge_errors(
+        self, engine: WatchedEngine, choices: Collection[Precision | Storage], when: str = ""
+    ) -> dict[str, list[str]]:
+        """Tell how far choices put the gradient off, and return those that put it too far off, by unit."""
         locks: dict[str, list[str]] = {}
         # Ranks must profile the same choices.
-        for found in engine.decided(find_errors(engine, self._job, self._options.seed)):
+        for found in engine.decided(find_errors(engine, self._job, self._options.seed, choices)):
             others = any(found.choice in locked for locked in engine.space.locked.values())
             self._warnings += [when + told for told in _told(found, "all other units" if others else "all units")]
             for name in found.locks:
@@ -279,7 +284,8 @@ class _Profiler:
             if window.failure is not None:
                 self._warnings.append(f"gradients were measured early alone: training ends with {window.failure}")
                 return result
-            return result.locking(self._judge_approximate(engine, f"after {steps} steps of training, "))
+            late = self._judge_errors(engine, space.approximate, f"after {steps} steps of training, ")
+            return result.locking(late)
         finally:
             engine.close()
 
