@@ -122,6 +122,11 @@ class Storage(StrEnum):
         member.exact, member.needs_accelerator, member.compile_budget = exact, needs_accelerator, compile_budget
         return member
 
+    @property
+    def approximates(self) -> bool:
+        """Return whether gradients differ from those of ``save`` by more than the order of operations explains."""
+        return not self.exact and not self.compile_budget
+
 
 STORAGES = tuple(Storage)
 EXACT_STORAGES = tuple(storage for storage in Storage if storage.exact)

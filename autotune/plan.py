@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -263,6 +263,7 @@ class PlanSpace:
         k_splits: whether a larger k makes micro-batches smaller (fixed batching), or steps larger (adaptive batching).
         storages: allowed storages, the same for every unit whose storage can be chosen, from the fastest to the
             leanest; the first is the baseline's. By default ``save`` and ``recompute``.
+        locked: precisions and storages that a unit may not have although the space has them, by unit.
     """
 
     units: tuple[Unit, ...]
@@ -270,6 +271,7 @@ class PlanSpace:
     precisions: tuple[Precision, ...]
     k_splits: bool = True
     storages: tuple[Storage, ...] = DEFAULT_STORAGES
+    locked: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the space as a JSON object."""
@@ -285,6 +287,67 @@ class PlanSpace:
             precisions=tuple(Precision(name) for name in document["precisions"]),
             k_splits=document["k_splits"],
             storages=tuple(Storage(name) for name in document["storages"]),
+            locked={name: tuple(locked) for name, locked in document.get("locked", {}).items()},
+        )
+
+    @property
+    def approximate(self) -> tuple[Precision | Storage, ...]:
+        """Return the precisions that were asked for and the storages that approximate gradients."""
+        asked = (one for one in self.precisions if one.asked_only)
+        return (*asked, *(one for one in self.storages if one.approximates))
+
+    def precisions_of(self, unit: str) -> tuple[Precision, ...]:
+        """Return the precisions that a unit may have."""
+        return tuple(one for one in self.precisions if one not in self.locked.get(unit, ()))
+
+    def storages_of(self, unit: str) -> tuple[Storage, ...]:
+        """Return the storages that a unit may have, if its storage can be chosen."""
+        return tuple(one for one in self.storages if one not in self.locked.get(unit, ()))
+
+    def locking(self, locks: Mapping[str, Collection[str]]) -> PlanSpace:
+        """Return the space with more locked choices, without the choices that are locked in every unit.
+
+        Args:
+            locks: names of precisions and storages, by unit; neither the space's first precision nor its first storage.
+        """
+        if not any(locks.values()):
+            return self
+        both = {
+            unit.name: {str(one) for one in (*self.locked.get(unit.name, ()), *locks.get(unit.name, ()))}
+            for unit in self.units
+        }
+        open_ = replace(self, locked={name: tuple(sorted(own)) for name, own in both.items()})
+        kept = {str(one) for name in both for one in open_.precisions_of(name)}
+        kept |= {str(one) for name in self.recomputable for one in open_.storages_of(name)}
+        return replace(
+            self,
+            precisions=tuple(one for one in self.precisions if one in kept),
+            storages=tuple(one for one in self.storages if one in kept or one is self.storages[0]),
+            locked={name: left for name, own in both.items() if (left := tuple(sorted(own & kept)))},
+        )
+
+    def within(self, other: PlanSpace) -> PlanSpace:
+        """Return the space without the approximate choices that another space of the same job does not allow.
+
+        Args:
+            other: the space of the job's profile.
+        """
+        return self.locking(
+            {
+                unit.name: {*self.approximate} - {*other.precisions_of(unit.name), *other.storages_of(unit.name)}
+                for unit in self.units
+            }
+        )
+
+    def permitted(self, plan: Plan) -> Plan:
+        """Return a plan with a choice that is allowed in place of each locked one: the next in order, or one before."""
+        if not self.locked:
+            return plan
+        return plan.changed(
+            precision={
+                name: _allowed(own, self.precisions, self.precisions_of(name)) for name, own in plan.precision.items()
+            },
+            storage={name: _allowed(own, self.storages, self.storages_of(name)) for name, own in plan.storage.items()},
         )
 
     @property
@@ -315,12 +378,17 @@ class PlanSpace:
         recomputed: Iterable[str] = (),
         storage: Storage = Storage.SAVE,
     ) -> Plan:
-        """Return the plan with one precision everywhere, the named units recomputed, and one storage elsewhere."""
+        """Return the plan with one precision everywhere, the named units recomputed, and one storage elsewhere.
+
+        A unit for which a choice is locked has the one of :meth:`permitted`.
+        """
         names = frozenset(recomputed)
-        return Plan(
-            accumulation_steps=accumulation_steps,
-            precision={unit.name: precision for unit in self.units},
-            storage={name: Storage.RECOMPUTE if name in names else storage for name in self.recomputable},
+        return self.permitted(
+            Plan(
+                accumulation_steps=accumulation_steps,
+                precision={unit.name: precision for unit in self.units},
+                storage={name: Storage.RECOMPUTE if name in names else storage for name in self.recomputable},
+            )
         )
 
     def baseline(self) -> Plan:
@@ -369,6 +437,9 @@ class PlanSpace:
                         asked = f", which {STORAGES_VARIABLE} does not name{needs}"
                     problem = f"{key} of {name!r} is {str(choice)!r}{asked}"
                     raise PlanError(problem, where=where, allowed=sorted(allowed))
+                if choice in self.locked.get(name, ()):
+                    problem = f"{key} of {name!r} is {str(choice)!r}, which puts this unit's gradient too far off"
+                    raise PlanError(problem, where=where, allowed=sorted(allowed.difference(self.locked[name])))
         return plan.changed(
             precision={name: plan.precision_of(name) for name in names},
             storage={name: plan.storage_of(name) for name in self.recomputable},
@@ -408,7 +479,9 @@ class PlanSpace:
             raise PlanError("a choice lies outside the space", allowed=self.precisions) from error
 
     def decode(self, indices: Sequence[int]) -> Plan:
-        """Return the plan of a sequence of indices; the inverse of :meth:`encode`.
+        """Return the plan of a sequence of indices; the inverse of :meth:`encode`, but for locked choices.
+
+        In place of a locked choice, a unit has the one of :meth:`permitted`.
 
         Raises:
             PlanError: if the sequence has the wrong length or an index is out of range.
@@ -419,16 +492,19 @@ class PlanSpace:
         ):
             raise PlanError(f"indices {values} do not fit", allowed=f"one index below each of {list(self.sizes)}")
         split = 1 + len(self.units)
-        return Plan(
-            accumulation_steps=self.accumulation_choices[values[0]],
-            precision={
-                unit.name: self.precisions[value] for unit, value in zip(self.units, values[1:split], strict=True)
-            },
-            storage={name: self.storages[value] for name, value in zip(self.recomputable, values[split:], strict=True)},
+        pairs = zip(self.recomputable, values[split:], strict=True)
+        return self.permitted(
+            Plan(
+                accumulation_steps=self.accumulation_choices[values[0]],
+                precision={
+                    unit.name: self.precisions[value] for unit, value in zip(self.units, values[1:split], strict=True)
+                },
+                storage={name: self.storages[value] for name, value in pairs},
+            )
         )
 
     def sample(self, generator: np.random.Generator) -> Plan:
-        """Return a plan drawn uniformly from the space."""
+        """Return a plan drawn uniformly from the space; locked choices are replaced as by :meth:`permitted`."""
         return self.decode(generator.integers(self.sizes).tolist())
 
 
@@ -439,6 +515,15 @@ def told_unnamed(units: Sequence[str]) -> str:
 
 
 _Choice = TypeVar("_Choice", Precision, Storage)
+
+
+def _allowed(own: _Choice, known: Sequence[_Choice], allowed: Sequence[_Choice]) -> _Choice:
+    """Return a choice if it is allowed or unknown, or else the next one that is allowed, or the nearest before."""
+    if own in allowed or own not in known:
+        return own
+    places = [known.index(one) for one in allowed]
+    later = [place for place in places if place > known.index(own)]
+    return known[min(later) if later else max(places)]
 
 
 def _choices(given: Mapping[str, Any], kind: type[_Choice], key: str) -> Mapping[str, _Choice]:

@@ -210,18 +210,18 @@ class OptunaSearch(_StudySearch):
         super().__init__(space, place, "tune", seed, [self._parameters(plan) for plan in dict.fromkeys(first)], ahead)
 
     def _propose(self, trial: optuna.trial.BaseTrial) -> Plan:
-        precisions = [str(precision) for precision in self._space.precisions]
-        storages = [str(storage) for storage in self._space.storages]
+        space = self._space
+
+        def chosen(kind: str, name: str, allowed: Sequence[str]) -> str:
+            return str(trial.suggest_categorical(f"{kind} {name}", [str(one) for one in allowed]))
+
         return Plan(
-            accumulation_steps=trial.suggest_categorical("k", self._space.accumulation_choices),
+            accumulation_steps=trial.suggest_categorical("k", space.accumulation_choices),
             precision={
-                unit.name: Precision(trial.suggest_categorical(f"precision {unit.name}", precisions))
-                for unit in self._space.units
+                unit.name: Precision(chosen("precision", unit.name, space.precisions_of(unit.name)))
+                for unit in space.units
             },
-            storage={
-                name: Storage(trial.suggest_categorical(f"storage {name}", storages))
-                for name in self._space.recomputable
-            },
+            storage={name: Storage(chosen("storage", name, space.storages_of(name))) for name in space.recomputable},
         )
 
     def _parameters(self, plan: Plan) -> dict[str, object]:

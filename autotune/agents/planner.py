@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autotune.agents.policies import POLICIES, planning_policy
 from autotune.budget import format_bytes
 from autotune.choices import DEFAULT_STORAGES, Storage
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import optimal_accumulation
-from autotune.cost_model.profile import Profile, StepTable
+from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, samples_of_progress, smallest, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError
@@ -47,21 +46,7 @@ def close_plans(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[
 
 def offering(profile: Profile, storages: Sequence[Storage]) -> Profile:
     """Return a profile without the choices of other storages."""
-
-    def table(one: StepTable) -> StepTable:
-        segments = (
-            part
-            if part.unit is None
-            else replace(part, costs={n: cost for n, cost in part.costs.items() if n.partition("/")[2] in storages})
-            for part in one.segments
-        )
-        return replace(one, segments=tuple(segments))
-
-    return replace(
-        profile,
-        tables=tuple(map(table, profile.tables)),
-        uniform_tables={name: tuple(map(table, tables)) for name, tables in profile.uniform_tables.items()},
-    )
+    return profile.offering(lambda _unit, choice: choice.partition("/")[2] in storages)
 
 
 def policy_plans(name: str, profile: Profile, budget_bytes: int | None, goal: Goal) -> list[Plan]:
@@ -144,7 +129,8 @@ def _greedy_at(profile: Profile, accumulation_steps: int, usable_bytes: float) -
         seconds = seconds_per_step(profile, plan)
         candidates = []
         for name in space.recomputable:
-            for storage in space.storages[space.storages.index(plan.storage_of(name)) + 1 :]:
+            allowed = space.storages_of(name)
+            for storage in allowed[allowed.index(plan.storage_of(name)) + 1 :]:
                 other = plan.changed(storage={**plan.storage, name: storage})
                 paid = max(seconds_per_step(profile, other) - seconds, 1e-9)
                 candidates.append(((peak - peak_bytes(profile, other)) / paid, other))

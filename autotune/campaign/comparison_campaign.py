@@ -53,7 +53,7 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
     require_distinct(names)
     own, others = by_launch(campaign, names)
     refuse_small_budget(campaign)
-    campaign = replace(campaign, reporter=Numbered(campaign.reporter, _stages([own, *others.values()])))
+    campaign = replace(campaign, reporter=Numbered(campaign.reporter, _stages(campaign, [own, *others.values()])))
     known = profile_first(campaign, own)
     # Before any search: the baseline may miss its target.
     horizon = _horizon(campaign)
@@ -80,9 +80,9 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
     return document
 
 
-def _stages(groups: Sequence[Sequence[str]]) -> int:
+def _stages(campaign: Campaign, groups: Sequence[Sequence[str]]) -> int:
     """Return the number of stages of a comparison: per group of arms with the same launch options, and two for all."""
-    return 2 + sum(1 + any_needs_profile(group) + sum(map(is_searched, group)) for group in groups)
+    return 2 + sum(1 + any_needs_profile(campaign, group) + sum(map(is_searched, group)) for group in groups)
 
 
 def _require_fitting(campaign: Campaign, names: Sequence[str], engine: Engine) -> None:

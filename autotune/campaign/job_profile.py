@@ -11,6 +11,9 @@ from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import require_feasible
 from autotune.mechanics.devices import device_kind, is_accelerator
+from autotune.mechanics.known_precisions import named
+from autotune.mechanics.precision import useful_precisions
+from autotune.mechanics.storages import offered
 from autotune.profiling.profile_cache import Ranked, cached_profile, find_profile, profile_elsewhere, read_matching
 from autotune.profiling.profiler import ProfilerOptions
 from autotune.records.run_directory import PROFILE, RunDirectory
@@ -27,9 +30,25 @@ def profile_first(campaign: Campaign, names: Sequence[str]) -> Profile | None:
     return None
 
 
-def any_needs_profile(names: Sequence[str]) -> bool:
-    """Return whether a method or arm uses the job's profile."""
-    return any(needs_profile(name) or (name in METHODS and METHODS[name].needs_profile) for name in names)
+def any_needs_profile(campaign: Campaign, names: Sequence[str]) -> bool:
+    """Return whether a method or arm uses the job's profile.
+
+    A search that needs none otherwise needs it for choices that approximate the gradient: the profile tells for which
+    units they are locked. Ranks cannot measure that.
+    """
+    if any(needs_profile(name) or (name in METHODS and METHODS[name].needs_profile) for name in names):
+        return True
+    searches = campaign.ranks is None and any(name in METHODS for name in names)
+    return searches and _offers_approximate(campaign)
+
+
+def _offers_approximate(campaign: Campaign) -> bool:
+    """Return whether plans may choose a storage that approximates gradients, or a precision that was asked for."""
+    if any(one.approximates for one in offered(campaign.job.storages)):
+        return True
+    # Otherwise a device's precisions need not be timed here.
+    asked = any(one.asked_only for one in named() or ())
+    return asked and any(one.asked_only for one in useful_precisions(device_kind()))
 
 
 def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
@@ -39,7 +58,7 @@ def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
         campaign: the campaign.
         names: methods, or names of arms.
     """
-    if not any_needs_profile(names):
+    if not any_needs_profile(campaign, names):
         return None
     campaign.reporter.stage("profile the units, once", 1)
     ranked = _ranked(campaign)

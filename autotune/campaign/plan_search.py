@@ -183,6 +183,8 @@ class _Tuning:
         self.reference = references.baseline
         available = self.settings.steps - references.steps - _RESERVE
         self.metered = BudgetedEngine(engine, available, self._note, window_budget=self.settings.trials)
+        if self.profile is not None:
+            self.metered.space = self.metered.space.within(self.profile.space)
         if references.leanest is not None:
             self.metered.known[engine.space.leanest()] = _held_to(references.leanest, references.memory_budget_bytes)
         self.metered.known[engine.space.baseline()] = references.baseline
@@ -215,7 +217,8 @@ class _Tuning:
         """Return the real steps and the seconds spent so far."""
         steps = self.metered.steps_spent + self.references.steps
         seconds = self.clock() - self.began + self.references.seconds
-        if self.found.needs_profile and self.profile is not None:
+        used = self.found.needs_profile or self.metered.engine.space.approximate
+        if used and self.profile is not None:
             # The cost of the profile counts even if it was cached.
             return steps + self.profile.steps, seconds + self.profile.seconds
         return steps, seconds

@@ -54,7 +54,7 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
     require_writable(campaign.runs)
     campaign = _with_measured_knobs(campaign)
     refuse_small_budget(campaign)
-    campaign = replace(campaign, reporter=Numbered(campaign.reporter, 2 + any_needs_profile([method])))
+    campaign = replace(campaign, reporter=Numbered(campaign.reporter, 2 + any_needs_profile(campaign, [method])))
     known = profile_first(campaign, [method])
     with contextlib.ExitStack() as opened:
         with contextlib.closing(open_engine(campaign)) as engine:

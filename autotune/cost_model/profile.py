@@ -6,8 +6,8 @@ choice of precision and storage; code between units has a single cost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autotune.choices import REDUCED_PRECISIONS, STORAGES
@@ -183,6 +183,7 @@ class Profile:
         fragments_bytes: largest difference between peak reserved and peak allocated memory of a step; 0 on a CPU.
         warnings: warnings for readers of the profile.
         estimated: whether the costs were estimated for an absent device instead of measured.
+        locked: precisions and storages that put a unit's gradient too far off, by unit; it has no costs of them.
     """
 
     __pydantic_config__ = STRICT
@@ -207,6 +208,7 @@ class Profile:
     fragments_bytes: Bytes = 0
     warnings: tuple[str, ...] = ()
     estimated: bool = False
+    locked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def space(self) -> PlanSpace:
@@ -217,6 +219,39 @@ class Profile:
             precisions=self.precisions,
             k_splits=self.batching == "fixed",
             storages=tuple(one for one in STORAGES if one is Storage.SAVE or one in self._storages),
+            locked=self.locked,
+        )
+
+    def locking(self, locks: Mapping[str, Collection[str]]) -> Profile:
+        """Return the profile with more locked choices, without their costs; see :meth:`PlanSpace.locking`."""
+        space = self.space.locking(locks)
+
+        def kept(unit: str, choice: str) -> bool:
+            precision, _, storage = choice.partition("/")
+            return precision in space.precisions_of(unit) and storage in space.storages_of(unit)
+
+        return replace(self.offering(kept), precisions=space.precisions, locked=space.locked)
+
+    def offering(self, kept: Callable[[str, str], bool]) -> Profile:
+        """Return the profile without some costs.
+
+        Args:
+            kept: whether a choice of a unit, given both names, keeps its cost.
+        """
+
+        def table(one: StepTable) -> StepTable:
+            segments = (
+                part
+                if (unit := part.unit) is None
+                else replace(part, costs={name: cost for name, cost in part.costs.items() if kept(unit, name)})
+                for part in one.segments
+            )
+            return replace(one, segments=tuple(segments))
+
+        return replace(
+            self,
+            tables=tuple(map(table, self.tables)),
+            uniform_tables={name: tuple(map(table, tables)) for name, tables in self.uniform_tables.items()},
         )
 
     @property
@@ -301,8 +336,13 @@ def _require_consistent(profile: Profile) -> None:
     _require(profile.batch_size >= 1, "batch_size is 0")
     _require([table.accumulation_steps for table in profile.tables] == list(choices), "tables are not one per k")
     _require(set(profile.uniform_tables) <= set(REDUCED_PRECISIONS), "uniform_tables")
+    _require(set(profile.locked) <= set(names), "a choice of an unknown unit is locked")
     for table in (*profile.tables, *(one for tables in profile.uniform_tables.values() for one in tables)):
         _require_whole(table, set(names))
+        for segment in table.segments:
+            locked = profile.locked.get(segment.unit or "", ())
+            costly = {part for name in segment.costs for part in name.split("/")}
+            _require(costly.isdisjoint(locked), f"unit {shown(segment.unit)} has costs of a locked choice")
         _require_costly(profile, table)
 
 

@@ -145,7 +145,7 @@ class DeepSpeedEngine(TorchEngine):
         super().close()
         self.called.destroy()
 
-    def gradient(self, plan: Plan) -> list[torch.Tensor | None]:
+    def gradient(self, plan: Plan, batches: list[Any] | None = None) -> list[torch.Tensor | None]:
         """Refuse: no rank has the whole gradient.
 
         Raises:
@@ -228,6 +228,9 @@ class DeepSpeedEngine(TorchEngine):
                 self.locks[f"precision {precision}"] = "DeepSpeed scales losses itself, which the tuner cannot control"
             elif precision.asked_only and precision in space.precisions:
                 self.locks[f"precision {precision}"] = "DeepSpeed has linear layers of its own"
+        for storage in space.storages:
+            if storage.approximates:
+                self.locks[f"storage {storage}"] = "no rank has the whole gradient, whose error must be measured"
         choices = space.accumulation_choices
         if space.k_splits:
             choices = tuple(k for k in choices if k * self.world <= self.job.batch_size)
@@ -235,7 +238,8 @@ class DeepSpeedEngine(TorchEngine):
         distributed.broadcast_object_list(told, src=0)
         precisions, self.locks = told[0]
         self.fp32_borders = "borders" in self.locks
-        self.space = replace(space, precisions=precisions, accumulation_choices=choices)
+        storages = tuple(one for one in space.storages if not one.approximates)
+        self.space = replace(space, precisions=precisions, accumulation_choices=choices, storages=storages)
 
     def _require_same_everywhere(self, seed: int) -> None:
         shapes = [(name, list(getattr(p, "ds_shape", p.shape))) for name, p in self.model.named_parameters()]

@@ -280,10 +280,14 @@ class TorchEngine(EngineBase):
         self._stream.close()
         super().close()
 
-    def gradient(self, plan: Plan) -> list[torch.Tensor | None]:
+    def gradient(self, plan: Plan, batches: list[Any] | None = None) -> list[torch.Tensor | None]:
         """Return the next step's gradient of each parameter under a plan, unscaled and unclipped, without training.
 
         The next call and the next step use the same random state and batches.
+
+        Args:
+            plan: the plan.
+            batches: batches of the step in place of the next ones; ``None`` for these.
         """
         former = self.plan
         self.apply(plan)
@@ -292,7 +296,7 @@ class TorchEngine(EngineBase):
                 undo = _Undo(randomness.capture(), copy_buffers(self.model), self.monitor.state)
                 try:
                     with self.update.whole_gradients():
-                        _Attempt(self, self._take_batches(), sample=False).accumulate(metered=False)
+                        _Attempt(self, batches or self._take_batches(), sample=False).accumulate(metered=False)
                     return [None if p.grad is None else p.grad.clone() for p in self.update.parameters]
                 finally:
                     self._put_back(undo)

@@ -154,11 +154,14 @@ class TuningEnv(gymnasium.Env[dict[str, Array], NDArray[np.int64]]):
         )
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """Return a flat mask over all choices, as ``MaskablePPO`` needs it; every choice of the space is allowed.
+        """Return a flat mask over all choices, as ``MaskablePPO`` needs it: only locked choices are not allowed.
 
         The memory of a plan depends on all choices together, which a mask per choice cannot express.
         """
-        return np.ones(sum(self.plan_space.sizes), dtype=np.bool_)
+        space = self.plan_space
+        precisions = [one in space.precisions_of(unit.name) for unit in space.units for one in space.precisions]
+        storages = [one in space.storages_of(name) for name in space.recomputable for one in space.storages]
+        return np.array([True] * len(space.accumulation_choices) + precisions + storages, dtype=np.bool_)
 
     def close(self) -> None:
         """Close the engine."""

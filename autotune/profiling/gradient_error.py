@@ -1,18 +1,15 @@
-"""Error of the gradient in low precision and under inexact storages, with the same batch and random numbers."""
+"""Error of the gradient in low precision, with the same batch and random numbers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from autotune.choices import REDUCED_PRECISIONS, Storage
 from autotune.engines.torch_engine import TorchEngine
-from autotune.errors import JobError
 from autotune.mechanics.loop_signals import any_error
 from autotune.plan import Plan, Precision
 from autotune.profiling.homogeneous_plans import spread_choices
@@ -27,9 +24,7 @@ _DROPPING: Mapping[Any, tuple[int, str]] = {
 _MAX_UNITS = 24
 
 
-def squared_errors(
-    engine: TorchEngine, among: Collection[Precision] = REDUCED_PRECISIONS
-) -> dict[str, dict[str, float]]:
+def squared_errors(engine: TorchEngine) -> dict[str, dict[str, float]]:
     """Return the squared relative error of the whole gradient that each unit causes in each reduced precision.
 
     The squared errors of single units add up to that of a plan. Nothing is dropped out meanwhile: a GPU draws another
@@ -37,21 +32,20 @@ def squared_errors(
 
     Args:
         engine: the engine; its training state does not change.
-        among: the precisions to measure, if the engine has them.
 
     Returns:
         By unit and precision: sum over parameters of |g' - g|^2, divided by |g|^2; empty if the engine does not have
-        both fp32 and one of them.
+        both fp32 and a reduced precision.
     """
     space = engine.space
-    lower = [precision for precision in space.precisions if precision in among]
+    lower = [precision for precision in space.precisions if precision.is_reduced]
     if not lower or Precision.FP32 not in space.precisions:
         return {}
-    with _WithoutDropout():
+    with WithoutDropout():
         return _by_unit(engine, lower)
 
 
-class _WithoutDropout(TorchFunctionMode):
+class WithoutDropout(TorchFunctionMode):
     """Context in which dropout returns what it is given."""
 
     def __torch_function__(
@@ -82,39 +76,6 @@ def _by_unit(engine: TorchEngine, lower: Sequence[Precision]) -> dict[str, dict[
         for name in spread_choices(names, _MAX_UNITS)
     }
     return {name: measured[_nearest(names, name, measured)] for name in names}
-
-
-def storage_errors(engine: TorchEngine) -> dict[Storage, tuple[float, str]]:
-    """Return the relative error of the whole gradient, |g' - g| / |g|, if all units have an inexact storage.
-
-    Args:
-        engine: the engine; its training state does not change. Micro-batches are as small as the job allows, and the
-            other plan has the leanest exact storage.
-
-    Returns:
-        The error by storage, and what the step raised: then the error is infinite.
-
-    Raises:
-        JobError: if the step raises under the other plan.
-    """
-    space = engine.space
-    inexact = [storage for storage in space.storages if not storage.exact]
-    if not inexact or not space.recomputable:
-        return {}
-    lean = space.leanest().changed(precision=space.baseline().precision)
-    leanest = [storage for storage in space.storages if storage.exact][-1]
-
-    def gradient(storage: Storage) -> tuple[Sequence[torch.Tensor | None], str]:
-        return tried_gradient(engine, lean.changed(storage=dict.fromkeys(space.recomputable, storage)))
-
-    exact, problem = gradient(leanest)
-    if problem:
-        raise JobError(f"a step with all units {leanest.label} raised {problem}", where=f"job {engine.job.name!r}")
-    found = {}
-    for storage in inexact:
-        other, problem = gradient(storage)
-        found[storage] = (math.inf, problem) if problem else (math.sqrt(_error(exact, other)), "")
-    return found
 
 
 def tried_gradient(engine: TorchEngine, plan: Plan) -> tuple[Sequence[torch.Tensor | None], str]:

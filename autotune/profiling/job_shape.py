@@ -38,8 +38,23 @@ def fixed_shape(job: Job, seed: int = 0) -> Job:
     Raises:
         JobError: if it has no batches, or they cannot be drawn.
     """
-    batch = max(_first_batches(job, seed), key=lambda item: tensor_bytes(tensors(item)))
+    batch = _largest(_first_batches(job, seed))
     return replace(job, batches=lambda _seed: (map_tensors(torch.clone, batch) for _ in itertools.count()))
+
+
+def other_batch(job: Job, seed: int = 0) -> Any:
+    """Return a batch that differs from that of :func:`fixed_shape`; ``None`` if the job yields a single one.
+
+    Args:
+        job: the job.
+        seed: random seed for its batches.
+
+    Raises:
+        JobError: if it has no batches, or they cannot be drawn.
+    """
+    found = _first_batches(job, seed)
+    largest = _largest(found)
+    return next((batch for batch in reversed(found) if batch is not largest), None)
 
 
 def length_spread(job: Job, seed: int = 0) -> float:
@@ -54,6 +69,10 @@ def length_spread(job: Job, seed: int = 0) -> float:
     """
     sizes = [tensor_bytes(tensors(batch)) for batch in _first_batches(job, seed)]
     return statistics.pstdev(math.log(max(size, 1)) for size in sizes)
+
+
+def _largest(batches: list[Any]) -> Any:
+    return max(batches, key=lambda item: tensor_bytes(tensors(item)))
 
 
 def _first_batches(job: Job, seed: int) -> list[Any]:

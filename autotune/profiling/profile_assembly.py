@@ -57,7 +57,7 @@ def assemble(record: StepRecord, space: PlanSpace) -> Profile:
     tables = regimes.pop(None, ())
     traces = [trace for steps in record.steps for trace in steps.traces]
     called = {name for trace in traces for name in trace.calls}
-    precisions = {common_precision(trace.plan): None for trace in traces}
+    precisions = {one: None for trace in traces for one in trace.plan.precision.values() or (Precision.INHERIT,)}
     return Profile(
         job=record.job,
         device=record.device,
@@ -76,6 +76,7 @@ def assemble(record: StepRecord, space: PlanSpace) -> Profile:
         seconds=0.0,
         steps=len(traces),
         length_spread=record.length_spread,
+        locked=space.locked,
     )
 
 

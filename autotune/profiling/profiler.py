@@ -6,8 +6,8 @@ random whole plans then correct the sum of the pieces.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -26,10 +26,10 @@ from autotune.mechanics import devices
 from autotune.mechanics.compiled_units import compilations
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, StepTrace, rest_of
-from autotune.plan import Plan, PlanSpace, Storage
+from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.profiling.attribution import attribute
+from autotune.profiling.choice_errors import WHOLE, Finding, as_share, find_errors
 from autotune.profiling.compile_probe import uncompiled
-from autotune.profiling.gradient_error import squared_errors, storage_errors
 from autotune.profiling.homogeneous_plans import (
     UPDATE,
     PlanName,
@@ -63,11 +63,6 @@ _SHORT_S, _FURTHER_STEPS = 0.25, 2
 # A lean profile is timed again if times that should agree differ by more than this factor. On an idle machine they
 # differed by at most 1.16; while tests ran on the same machine, by 1.99.
 _AGREEMENT = 1.3
-# A storage that puts the gradient off by more than this share of its norm is not used. The gradients of two batches
-# differ by more than this in most runs.
-_MOST_ERROR = 0.5
-# Smaller errors are told as smaller than this.
-_LEAST_TOLD = 0.001
 _NO_ROOM = "a rank ran out of memory"
 
 
@@ -82,6 +77,8 @@ class ProfilerOptions:
         call_checks: number of steps that are watched first, to find units whose calls vary between steps.
         calibration_plans: number of whole plans that correct the sum of the pieces.
         seed: random seed for weights, batches and calibration plans.
+        late_steps: number of steps that the job then trains on its own batches before the gradient errors of
+            approximate choices are measured again; 0 for once alone. Without such choices none are trained.
         is_lean: whether each plan is timed in a single step after its trace (and again if times that should agree do
             not), and like units share their times. Lean profiles are cached separately from full ones.
     """
@@ -92,6 +89,7 @@ class ProfilerOptions:
     calibration_plans: int = 8
     seed: int = 0
     is_lean: bool = False
+    late_steps: int = 20
 
     @classmethod
     def lean(cls, seed: int = 0) -> ProfilerOptions:
@@ -161,12 +159,14 @@ class _Profiler:
             seed_all(options.seed)
             steady = fixed_shape(job, options.seed)
             self._length_spread = length_spread(job, options.seed)
-        self._engine = make_engine(
-            steady,
+        self._make_engine = functools.partial(
+            make_engine,
             seed=options.seed,
             device=device,
             options=EngineOptions(discard_steps=0, statistics_every=None, meter_memory=False),
         )
+        self._engine = self._make_engine(steady)
+        self._late_steps = 0
         self._ks = spread_choices(
             self._engine.space.accumulation_choices, _MAX_LEAN_TABLES if options.is_lean else _MAX_TABLES
         )
@@ -174,8 +174,7 @@ class _Profiler:
     def profile(self, fingerprint: str) -> Profile:
         engine = self._engine
         self._warm_up()
-        self._judge_storages()
-        self._judge_precisions()
+        self._judge_choices()
         found = self._observe()
         if not found:
             raise JobError("no plan could be profiled", where=f"job {self._job.name!r}", allowed=self._warnings)
@@ -193,6 +192,7 @@ class _Profiler:
         self._warn_of_ks(result.accumulation_choices)
         result = self._calibrate(self._corrected(result))
         engine.close()
+        result = self._judge_late(result)
         self._tell_compilations()
         self._report(1.0)
         return replace(
@@ -202,7 +202,7 @@ class _Profiler:
             noise_frac=_noise(found.values()),
             switch_s=_switch_seconds(found.values()),
             seconds=time.perf_counter() - self._began,
-            steps=engine.progress.steps,
+            steps=engine.progress.steps + self._late_steps,
             fragments_bytes=engine.fragments_bytes,
             warnings=tuple(self._warnings),
         )
@@ -245,39 +245,49 @@ class _Profiler:
                 break
         raise JobError(f"the first step ends with {failure}: {detail}", where="job")
 
-    def _judge_storages(self) -> None:
-        """Tell how far inexact storages put the gradient off, and leave out those that put it off too far.
-
-        Also tell which units are left uncompiled, and leave out what compiles none.
-        """
+    def _judge_choices(self) -> None:
+        """Tell which units are left uncompiled, leave out what compiles none, and judge approximate choices."""
         for storage in [one for one in self._engine.space.storages if one in COMPILED_STORAGES]:
             self._judge_compiled(storage)
-        for storage, (error, problem) in storage_errors(self._engine).items():
-            size = f"{error:.1%}" if error < _MOST_ERROR else f"more than {_MOST_ERROR:.0%}"
-            size = size if error >= _LEAST_TOLD else f"less than {_LEAST_TOLD:.1%}"
-            told = f"{storage} in all units puts the gradient of a step off by {size}"
-            told = f"a step with {storage} in all units raised {problem}" if problem else told
-            # Ranks must profile the same storages.
-            if self._engine.decided(not error <= _MOST_ERROR):
-                self._engine.leave_out_storage(storage)
-                told += ", so no plan may use it"
-            self._warnings.append(told)
+        space = self._engine.space
+        # Compiled storages, too: rounding aside, they should do what saving does.
+        inexact = [*space.approximate, *(one for one in space.storages if one in COMPILED_STORAGES)]
+        self._engine.space = space.locking(self._judge_errors(self._engine, inexact))
 
-    def _judge_precisions(self) -> None:
-        """Tell how far each precision that was asked for puts the gradient off; leave out one that goes too far."""
-        asked = [precision for precision in self._engine.space.precisions if precision.asked_only]
-        errors = squared_errors(self._engine, asked) if asked else {}
-        for precision in asked if errors else ():
-            name = max(errors, key=lambda unit: errors[unit][precision])
-            error = math.sqrt(errors[name][precision])
-            told = f"{precision} puts the gradient of a step off by up to {error:.1%}, in the unit {name}"
-            if self._engine.decided(not error <= _MOST_ERROR):
-                space = self._engine.space
-                self._engine.space = replace(
-                    space, precisions=tuple(one for one in space.precisions if one != precision)
-                )
-                told += ", so no plan may use it"
-            self._warnings.append(told)
+    def _judge_errors(
+        self, engine: WatchedEngine, choices: Collection[Precision | Storage], when: str = ""
+    ) -> dict[str, list[str]]:
+        """Tell how far choices put the gradient off, and return those that put it too far off, by unit."""
+        locks: dict[str, list[str]] = {}
+        # Ranks must profile the same choices.
+        for found in engine.decided(find_errors(engine, self._job, self._options.seed, choices)):
+            others = any(found.choice in locked for locked in engine.space.locked.values())
+            self._warnings += [when + told for told in _told(found, "all other units" if others else "all units")]
+            for name in found.locks:
+                locks.setdefault(name, []).append(str(found.choice))
+        return locks
+
+    def _judge_late(self, result: Profile) -> Profile:
+        """Judge approximate choices again after the job has trained on its own batches, for the rest of the profile.
+
+        The profile's own steps all train on one batch, with which the gradient soon loses its usual size.
+        """
+        space, steps = self._engine.decided(result.space), self._options.late_steps
+        if not space.approximate or not steps:
+            return result
+        engine = self._make_engine(self._job)
+        try:
+            engine.space = space
+            engine.apply(space.leanest().changed(precision=space.baseline().precision))
+            window = engine.run(steps)
+            self._late_steps = engine.progress.steps
+            if window.failure is not None:
+                self._warnings.append(f"gradients were measured early alone: training ends with {window.failure}")
+                return result
+            late = self._judge_errors(engine, space.approximate, f"after {steps} steps of training, ")
+            return result.locking(late)
+        finally:
+            engine.close()
 
     def _judge_compiled(self, storage: Storage) -> None:
         engine, reasons = self._engine, uncompiled(self._engine, storage)
@@ -482,6 +492,25 @@ class _Profiler:
         self._engine.apply(plan)
         window = self._engine.run(steps)
         return [] if window.failure is not None else list(window.step_s[1:])
+
+
+def _told(found: Finding, units: str) -> list[str]:
+    """Return what is told of a choice: its error in some units, as named, and the units for which it is locked."""
+    if found.problem:
+        return [f"a step with {found.choice} in {units} raised {found.problem}, so no plan may use it"]
+    told = f"{found.choice} in {units} puts the gradient of a step off by {as_share(found.whole.relative)}"
+    if found.worst.unit != WHOLE:
+        told += f", and that of {found.worst.unit} by {found.worst}"
+    if found.is_useless:
+        return [f"{told}, so no plan may use it"]
+    return [
+        told,
+        *(
+            f"{found.choice} is locked in {name}: there alone, it puts the gradient of {error.unit or 'the step'} off "
+            f"by {error}, above the limit of {error.limit:.0%}"
+            for name, error in found.locked.items()
+        ),
+    ]
 
 
 def _differing(calls: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
