@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,12 +29,16 @@ from torch import nn
 import autotune
 from autotune import InputError, Job, Plan, PlanError, TorchEngine, load_job
 from autotune.campaign.knob_trials import KnobTrials, recommended
+from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.cli.main import run
+from autotune.commands import tuning
 from autotune.engines.job_checks import build_optimizer
+from autotune.io.progress import Silent
 from autotune.knobs import KNOBS, candidates, settings_of
 from autotune.launching import split, suffix, with_knobs
 from autotune.mechanics.devices import profiled
 from autotune.plan import Launch
+from autotune.records.requests import TuneRequest
 from autotune.records.run_directory import LAUNCH_CHOICES, RunDirectory
 from autotune.records.run_documents import LaunchTrial
 from autotune.report.campaign_run import read_campaign
@@ -430,3 +435,50 @@ def flags(optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) 
 def test_catalog_reference_with_knobs_changes_the_optimizer_and_the_plain_one_does_not() -> None:
     assert flags(load_job(f"{TINY}+fused").optimizer) is True
     assert flags(load_job(TINY).optimizer) is None
+
+
+def test_launch_choices_are_tuned_within_one_budget_and_measured_in_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["tune", TINY, "--method", "exact", "--memory-budget", "90%", "--steps", "60", "--report-to", "none"]
+    arguments += ["--launches", "sgd=0.1, release", "--runs-dir", str(tmp_path)]
+    assert run([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    own, other, refused = (document["launches"][name] for name in ("", "sgd=0.1", "release"))
+    assert own["measured"]["memory_budget_bytes"] == other["measured"]["memory_budget_bytes"]
+    assert max(one["measured"]["peak_bytes"] for one in (own, other)) <= own["measured"]["memory_budget_bytes"]
+    assert other["time_over_first"]["ratio_ci95"][0] <= other["time_over_first"]["ratio_median"]
+    assert "clip_norm=None" in refused["refused"]
+    best = "sgd=0.1" if other["time_over_first"]["ratio_ci95"][1] < 1 else ""
+    assert document["run"] == document["launches"][best]["run"]
+    assert Plan.from_json(document["plan"]).launch.optimizer == ("sgd" if best else None)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--launches", "adamw9bit"], r"--launches: \+adamw9bit is unknown"),
+        (["--launches", ""], "--launches: names ''"),
+        (["--launches", "../x"], "--launches: names '../x'"),
+        (["--launches", "sgd", "--isolate"], "cannot be combined with ranks, a cluster or --isolate"),
+    ],
+)
+def test_wrong_launch_choices_are_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+) -> None:
+    assert run(["tune", TINY, *extra, "--runs-dir", str(tmp_path)]) == 2
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_fastest_launch_choice_wins_if_it_is_beyond_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ratios(found: dict[str, Any], *_rest: object) -> dict[str, Any]:
+        assert list(found) == ["", "sgd=0.1", "foreach"]
+        bounds = {"sgd=0.1": [0.7, 0.9], "foreach": [0.5, 1.1]}
+        return {name: {"ratio_median": sum(pair) / 2, "ratio_ci95": pair} for name, pair in bounds.items()}
+
+    monkeypatch.setattr(tuning, "side_by_side", ratios)
+    request = TuneRequest(job=TINY, method="exact", steps=60, report_to="none")
+    launches = ["sgd=0.1", "foreach"]
+    found = tuning.tune_launches(request, TrustedInputs(jobs=[TINY]), tmp_path, Silent(), launches=launches)
+    assert found["run"] == found["launches"]["sgd=0.1"]["run"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,9 +31,11 @@ from autotune.cli.console import (
     WattsOption,
     WorkerCoresOption,
 )
+from autotune.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from autotune.records.requests import TuneRequest
 
@@ -74,6 +77,12 @@ def command(
         typer.Option("--knobs", help="First measure free knobs (fused optimizer, threads, ...); apply those that win."),
     ] = False,
     tolerant: TolerantOption = False,
+    launches: Annotated[
+        str | None,
+        typer.Option(
+            "--launches", help="Tune with each of these launch choices, too, as in adamw8bit,release; the fastest wins."
+        ),
+    ] = None,
     seed: SeedOption = 0,
     report_to: ReportToOption = None,
     runs_dir: RunsOption = shared.RUNS,
@@ -113,8 +122,13 @@ def command(
     )
     output = shared.console(as_json=as_json)
     every_stage = rank_options is not None and zero_stage == "all" and workers is None
+    run = commands.tune_stages if every_stage else commands.run_tuning
+    if launches is not None:
+        if rank_options is not None or workers is not None or isolate:
+            problem = "cannot be combined with ranks, a cluster or --isolate: plans are measured in turn in one process"
+            raise InputError(problem, where="--launches", allowed="--engine torch on this machine")
+        run = functools.partial(commands.tune_launches, launches=[name.strip() for name in launches.split(",")])
     with shared.Bars(output) as bars:
-        run = commands.tune_stages if every_stage else commands.run_tuning
         document = run(request, trusted, runs_dir, bars)
     show(document, request, output, as_json=as_json)
 
@@ -138,6 +152,8 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
     peak = "unknown" if measured["peak_bytes"] is None else format_bytes(measured["peak_bytes"])
     table.add_row("tuned", plan, _ms(measured["seconds_per_step"]), peak)
     output.print(table)
+    if "launches" in document:
+        output.print(_launch_table(document["launches"]))
     own, other = measured["sample_j"], measured["baseline_sample_j"]
     energy = f", {own / other:.0%} of its energy ({measured['energy_source']})" if own and other else ""
     found = measured["peak_bytes"]
@@ -153,6 +169,22 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
     )
     output.print(f"    {compare}", soft_wrap=True)
     output.print(f"Written: {document['run']}/ (report.html, tuned.json, plan.json, figures)", soft_wrap=True)
+
+
+def _launch_table(launches: dict[str, Any]) -> Table:
+    """Return a table of what was found with each launch choice, or why nothing was."""
+    table = shared.table(title="with each launch choice, the fastest above", title_justify="left")
+    for name in ("launch choice", "time over the first's", "peak", "run"):
+        table.add_column(name)
+    for name, one in launches.items():
+        if "refused" in one:
+            table.add_row(f"+{name}" if name else "as it is", "none", "", one["refused"])
+            continue
+        measured, ratio = one["measured"], one.get("time_over_first")
+        speed = "" if ratio is None else "{ratio_median:.2f} [{ratio_ci95[0]:.2f}, {ratio_ci95[1]:.2f}]".format(**ratio)
+        peak = "unknown" if measured["peak_bytes"] is None else format_bytes(measured["peak_bytes"])
+        table.add_row(f"+{name}" if name else "as it is", speed, peak, one["run"])
+    return table
 
 
 def _ms(seconds: float | None) -> str:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from autotune.budget import MemoryBudget
 from autotune.campaign import tuning_campaign
+from autotune.campaign.launch_trials import side_by_side
 from autotune.campaign.setup import prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
+from autotune.catalog import load_job
 from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.ray_cluster import ClusterOptions
 from autotune.engines.registry import RankOptions
-from autotune.errors import BudgetError
+from autotune.errors import BudgetError, InputError
 from autotune.io.documents import validated
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
+from autotune.launching import split
+from autotune.plan import Plan
 from autotune.records.requests import Cluster, Ranks, TuneRequest, recorded_address, reference_of
 
 
@@ -145,23 +149,83 @@ def tune_stages(request: TuneRequest, trusted: TrustedInputs, runs: Path, report
         InputError: for wrong input, or for a budget that no stage meets.
     """
     assert request.ranks is not None
-    budget, found, stages = request.memory_budget, [], {}
-    for stage in STAGES:
-        staged = replace(request, memory_budget=budget, ranks=replace(request.ranks, zero_stage=stage))
+    ranks = request.ranks
+    stages = {str(stage): (replace(request, ranks=replace(ranks, zero_stage=stage)), trusted) for stage in STAGES}
+    found, told = _tune_each(stages, "ZeRO stage", runs, reporter)
+    best = max(found.values(), key=lambda document: document["measured"]["throughput"] or 0.0)
+    return {**best, "stages": told}
+
+
+def tune_launches(
+    request: TuneRequest, trusted: TrustedInputs, runs: Path, reporter: Reporter, *, launches: Sequence[str]
+) -> dict[str, Any]:
+    """Tune a job as it is and with each of several launch choices, measure the plans in turn, and return the fastest.
+
+    Another one replaces the plan of the job as it is only if it is faster beyond doubt.
+
+    Args:
+        request: the request, with the job's reference. A memory budget that is a share refers to the peak of the job as
+            it is, for all.
+        trusted: inputs that the caller supplies for the request.
+        runs: folder in which the run directories are made.
+        reporter: shows progress.
+        launches: launch choices, as behind the name of a job: ``adamw8bit``, ``release+foreach``.
+
+    Returns:
+        The document of the fastest, with ``launches``: the measurements of each, by name, and its time in proportion to
+        the first's, or why it was refused; the job as it is has the name ``""``.
+
+    Raises:
+        InputError: for wrong input, or for a budget that none of them meets.
+    """
+    asked = {"": (request, trusted)}
+    for name in launches:
+        own = f"{request.job}+{name}"
+        if not name or split(own, where="--launches")[0] == own:
+            raise InputError(
+                f"names {name!r:.80}", where="--launches", allowed="launch choices, as in adamw8bit,release"
+            )
+        asked[name] = (replace(request, job=own), replace(trusted, jobs=[own]))
+    found, told = _tune_each(asked, "launch choice", runs, reporter)
+    plans = {name: (_loaded(asked[name][0].job), Plan.from_json(one["plan"])) for name, one in found.items()}
+    ratios = side_by_side(plans, request.seed, reporter) if len(plans) > 1 else {}
+    for name, ratio in ratios.items():
+        told[name]["time_over_first"] = ratio
+    # Of equally fast ones, the first, which changes the job least.
+    faster = [name for name, ratio in ratios.items() if ratio["ratio_ci95"][1] < 1]
+    best = min(faster, key=lambda name: float(ratios[name]["ratio_median"]), default=next(iter(found)))
+    return {**found[best], "launches": told}
+
+
+def _loaded(reference: str | None) -> Job:
+    assert reference is not None
+    return load_job(reference)
+
+
+def _tune_each(
+    asked: Mapping[str, tuple[TuneRequest, TrustedInputs]], what: str, runs: Path, reporter: Reporter
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Run several tunings within one budget; return the documents by name, and what is told of each.
+
+    Raises:
+        InputError: if the first one is refused for anything but a budget in bytes, or all are.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    told: dict[str, dict[str, Any]] = {}
+    budget = next(iter(asked.values()))[0].memory_budget
+    is_share = budget is not None and MemoryBudget.parse(budget).share is not None
+    for name, (request, trusted) in asked.items():
         try:
-            document = run_tuning(staged, trusted, runs, reporter)
-        except BudgetError as error:
-            if budget is not None and MemoryBudget.parse(budget).share is not None:
+            document = run_tuning(replace(request, memory_budget=budget), trusted, runs, reporter)
+        except InputError as error:
+            if not told and (is_share or not isinstance(error, BudgetError)):
                 raise
-            stages[str(stage)] = {"refused": str(error)}
+            told[name] = {"refused": str(error)}
             continue
-        found.append(document)
-        stages[str(stage)] = {"measured": document["measured"], "run": document["run"]}
+        found[name] = document
+        told[name] = {"measured": document["measured"], "run": document["run"]}
         if budget is not None:
             budget = f"{document['measured']['memory_budget_bytes']}B"
     if not found:
-        raise BudgetError(
-            f"no ZeRO stage meets {request.memory_budget}", where="--memory-budget", allowed="a larger budget"
-        )
-    best = min(found, key=lambda document: document["measured"]["seconds_per_step"] or math.inf)
-    return {**best, "stages": stages}
+        raise BudgetError(f"no {what} meets {budget}", where="--memory-budget", allowed="a larger budget")
+    return found, told

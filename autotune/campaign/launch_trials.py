@@ -1,0 +1,61 @@
+"""Measure plans that were found with different launch choices, side by side in this process.
+
+Each was found in a run of its own, minutes apart, in which the machine may have been faster or slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.io.progress import Reporter
+from autotune.job import Job
+from autotune.mechanics.devices import device_kind, release
+from autotune.plan import Plan
+from autotune.stats import paired_ratio
+
+# Timed steps of each plan, and steps before them; after each switch of process settings, one more is not timed.
+_ROUNDS, _UNTIMED = 12, 2
+_OPTIONS = EngineOptions(statistics_every=None, meter_memory=False, discard_steps=0)
+
+
+def side_by_side(found: Mapping[str, tuple[Job, Plan]], seed: int, reporter: Reporter) -> dict[str, dict[str, Any]]:
+    """Return each plan's time per sample in proportion to the first's, from steps in turn.
+
+    All jobs are alive at once.
+
+    Args:
+        found: jobs with launch choices, and the plan of each.
+        seed: random seed for weights and batches.
+        reporter: shows progress.
+
+    Returns:
+        The result of :func:`autotune.stats.paired_ratio` by name, without the first and without plans that failed.
+    """
+    reporter.stage(f"measure {len(found)} plans in turn", _ROUNDS)
+    with contextlib.ExitStack() as opened:
+        opened.callback(release, device_kind())
+        engines: dict[str, TorchEngine] = {}
+        for name, (job, plan) in found.items():
+            engine = opened.enter_context(contextlib.closing(TorchEngine(job, seed=seed, options=_OPTIONS)))
+            engine.apply(plan)
+            engines[name] = engine
+        seconds: dict[str, list[float]] = {name: [] for name in engines}
+        for number in range(-_UNTIMED, _ROUNDS):
+            # Every other round is reversed, so that drift affects all equally.
+            for name in list(engines)[:: -1 if number % 2 else 1]:
+                engine, before = engines[name], engines[name].progress.samples
+                engine.run(1)
+                window = engine.run(1)
+                if window.failure is None:
+                    seconds[name].append(window.step_s[0] * 2 / (engine.progress.samples - before))
+            reporter.advance(number + 1)
+    first, *others = engines
+    whole = _UNTIMED + _ROUNDS
+    return {
+        name: paired_ratio(seconds[name][_UNTIMED:], seconds[first][_UNTIMED:])
+        for name in others
+        if len(seconds[name]) == len(seconds[first]) == whole
+    }
