@@ -31,9 +31,9 @@ _BACKENDS = {
     "cudnn": "CUDNN_ATTENTION",
 }
 _ON_ACCELERATORS = ("efficient", "cudnn")
-# The knob that :func:`releases` looks for, and the libraries whose optimizers update one parameter at a time.
+# The knob that :func:`releases` looks for, and where optimizers are defined that update one parameter at a time.
 RELEASE = "release"
-_ONE_BY_ONE = ("torch.optim", "bitsandbytes.optim", "pytorch_optimizer")
+_ONE_BY_ONE = ("torch.optim", "bitsandbytes.optim", "pytorch_optimizer.optimizer.lion")
 
 
 def _no_candidates() -> tuple[str, ...]:
@@ -250,7 +250,7 @@ def _released(job: Job, _value: str) -> Job:
             raise InputError(
                 f"{type(built).__name__} may not update one parameter at a time",
                 where=where,
-                allowed="an optimizer of torch.optim, or of +adamw8bit, +lamb or +lion",
+                allowed="an optimizer of torch.optim, or that of +adamw8bit or +lion",
             )
         return built
 

@@ -16,6 +16,7 @@ from autotune.engines.deepspeed_engine import DeepSpeedEngine
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError, JobError
 from autotune.launching import launched, split
+from autotune.mechanics.releasing import released as release_in_backward
 from autotune.plan import Precision, Storage
 from autotune.profiling.profiler import ProfilerOptions, profile
 
@@ -92,6 +93,39 @@ def test_released_gradients_train_to_the_same_bits(optimizer: str, plan: str) ->
     state, released_state = plain.snapshot().optimizer, own.snapshot().optimizer
     assert state["param_groups"] == released_state["param_groups"]
     torch.testing.assert_close(state["state"], released_state["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("choice", ["lion", "adamw8bit", "adamw"])
+def test_released_gradients_train_to_the_same_bits_with_optimizers_of_other_libraries(choice: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("pytorch_optimizer")
+    jobs = [launched(tied(), split(f"job+{choice}{more}", where="test")[1]) for more in ("", "+release")]
+    (plain, losses), (own, other) = (trained(replace(job, accumulation_choices=(1,)), steps=4) for job in jobs)
+    assert losses == other
+    assert all(map(torch.equal, plain.model.parameters(), own.model.parameters()))
+
+
+def test_an_optimizer_that_clips_all_gradients_together_is_refused() -> None:
+    pytest.importorskip("pytorch_optimizer")
+    with pytest.raises(InputError, match="Lamb may not update one parameter at a time"):
+        TorchEngine(launched(tied(), split("job+lamb+release", where="test")[1]))
+
+
+def test_what_a_step_writes_to_a_group_is_written_once() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            for group in self.param_groups:
+                group["steps"] = group.get("steps", 0) + 1
+            super().step()
+
+    model, seen = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), []
+    optimizer = Counting([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=0.1)
+    for _ in range(2):
+        with release_in_backward(optimizer, seen.append):
+            model(torch.ones(1, 3)).sum().backward()
+    assert [group["steps"] for group in optimizer.param_groups] == [2, 2]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2]
+    assert len(seen) == 8
 
 
 def test_a_snapshot_is_taken_over_by_a_run_without_release() -> None:

@@ -29,13 +29,17 @@ def released(optimizer: torch.optim.Optimizer, seen: Callable[[torch.Tensor], No
         optimizer: the optimizer.
         seen: called with each gradient before its update.
     """
+    groups = optimizer.param_groups
+    # What a step writes to a group, such as a counter of steps, is kept when the last parameter has been updated: each
+    # of them begins with the same group.
+    written: dict[int, dict[str, Any]] = {}
 
-    def updater(group: dict[str, Any]) -> Callable[[torch.Tensor], None]:
+    def updater(place: int) -> Callable[[torch.Tensor], None]:
         def update(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             seen(parameter.grad)
-            groups = optimizer.param_groups
-            optimizer.param_groups = [{**group, "params": [parameter]}]
+            written[place] = {**groups[place], "params": [parameter]}
+            optimizer.param_groups = [written[place]]
             try:
                 optimizer.step()
             finally:
@@ -45,8 +49,8 @@ def released(optimizer: torch.optim.Optimizer, seen: Callable[[torch.Tensor], No
         return update
 
     hooks = [
-        parameter.register_post_accumulate_grad_hook(updater(group))
-        for group in optimizer.param_groups
+        parameter.register_post_accumulate_grad_hook(updater(place))
+        for place, group in enumerate(groups)
         for parameter in group["params"]
         if parameter.requires_grad
     ]
@@ -55,6 +59,8 @@ def released(optimizer: torch.optim.Optimizer, seen: Callable[[torch.Tensor], No
     finally:
         for hook in hooks:
             hook.remove()
+        for place, group in written.items():
+            groups[place].update({name: value for name, value in group.items() if name != "params"})
 
 
 class ReleasingUpdate(Update):
