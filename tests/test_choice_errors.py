@@ -364,3 +364,50 @@ def test_sparse_and_complex_gradients_are_compared() -> None:
     found = profile(job, device_name="here", options=ProfilerOptions.lean())
     assert Storage.COMPRESS8 in found.space.storages
     assert any("cosine 1.000" in warning for warning in found.warnings)
+
+
+def blocks_on(batches: Any, **changes: Any) -> autotune.Job:
+    return tiny_job.make(batches=batches, storages=COMPRESSED, accumulation_choices=(1, 2), **changes)
+
+
+def test_another_batch_that_cannot_run_leaves_the_noise_unknown() -> None:
+    def batches(seed: int) -> Iterator[torch.Tensor]:
+        for number, batch in enumerate(tiny_job.batches(seed)):
+            yield batch[:1] if number % 8 == 7 else batch
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) == 1:
+            raise ValueError("more than 1 value per channel expected")
+        return tiny_job.mean_loss(model, batch)
+
+    job = blocks_on(batches, loss=loss, max_steps=5)
+    found = profile(job, device_name="here", options=dataclasses.replace(LEAN, late_steps=3))
+    assert {*COMPRESSED} <= {*found.space.storages}
+    assert not any("two batches differ" in warning for warning in found.warnings)
+
+
+def test_a_gradient_that_is_not_finite_judges_nothing() -> None:
+    def batches(seed: int) -> Iterator[torch.Tensor]:
+        for number, batch in enumerate(tiny_job.batches(seed)):
+            yield torch.zeros_like(batch) if number == 3 else batch
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return tiny_job.mean_loss(model, batch) * (torch.nan if int(batch.sum()) == 0 else 1.0)
+
+    job = blocks_on(batches, loss=loss)
+    found = profile(job, device_name="here", options=dataclasses.replace(LEAN, late_steps=3))
+    assert {*COMPRESSED} <= {*found.space.storages}
+    told = "after 3 steps of training, how far compress8, compress4 put the gradient off is not known: the gradient"
+    assert any(warning.startswith(told) for warning in found.warnings)
+
+
+def test_a_gradient_that_another_pass_does_not_repeat_judges_nothing() -> None:
+    own = torch.Generator().manual_seed(1)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return tiny_job.mean_loss(model, batch) * torch.rand((), generator=own)
+
+    found = profile(blocks_on(tiny_job.batches, loss=loss), device_name="here", options=LEAN)
+    assert {*COMPRESSED} <= {*found.space.storages}
+    assert not found.locked
+    assert any("two passes over the same batch differ by" in warning for warning in found.warnings)

@@ -7,6 +7,7 @@ import multiprocessing
 import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,15 @@ from torch import nn
 import autotune
 from autotune import InputError, Job, Plan, PlanError, TorchEngine, load_job
 from autotune.campaign.knob_trials import KnobTrials, recommended
+from autotune.campaign.launch_trials import side_by_side
 from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.cli.main import run
 from autotune.commands import tuning
 from autotune.engines.job_checks import build_optimizer
+from autotune.errors import BudgetError
 from autotune.io.progress import Silent
 from autotune.knobs import KNOBS, candidates, settings_of
-from autotune.launching import split, suffix, with_knobs
+from autotune.launching import launched, split, suffix, with_knobs
 from autotune.mechanics.devices import profiled
 from autotune.plan import Launch
 from autotune.records.requests import TuneRequest
@@ -52,6 +55,17 @@ OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
 }
+
+
+def unclipped() -> Job:
+    """Return the tiny job with gradients that matter for its peak, which are not clipped."""
+    return tiny_job.make(clip_norm=None, batch_size=2, batches=lambda seed: small(seed), accumulation_choices=(1,))
+
+
+def small(seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randint(256, (2, 5), generator=generator)
 
 
 class SlowDisk(torch.utils.data.Dataset):
@@ -482,3 +496,49 @@ def test_the_fastest_launch_choice_wins_if_it_is_beyond_doubt(tmp_path: Path, mo
     launches = ["sgd=0.1", "foreach"]
     found = tuning.tune_launches(request, TrustedInputs(jobs=[TINY]), tmp_path, Silent(), launches=launches)
     assert found["run"] == found["launches"]["sgd=0.1"]["run"]
+
+
+def test_a_share_that_only_a_launch_choice_meets_is_one_of_the_job_as_it_is(tmp_path: Path) -> None:
+    reference = f"{HERE}:unclipped"
+    request = TuneRequest(job=reference, method="random", steps=60, report_to="none", memory_budget="93%")
+    trusted = TrustedInputs(jobs=[reference])
+    found = tuning.tune_launches(request, trusted, tmp_path, Silent(), launches=["release"])
+    assert "needs" in found["launches"][""]["refused"]
+    assert found["launches"]["release"]["measured"]["memory_budget_bytes"] > 0
+    with pytest.raises(InputError, match="--weights"):
+        tuning.tune_launches(replace(request, weights="0,1,0"), trusted, tmp_path, Silent(), launches=["release"])
+
+
+def test_plans_are_measured_in_turn_with_all_their_launch_choices_and_without_those_that_fail() -> None:
+    job, seen = unclipped(), []
+
+    def failing() -> nn.Module:
+        raise torch.OutOfMemoryError("too large")
+
+    def watched(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        seen.append(torch.optim.AdamW(parameters, lr=1e-3))
+        return seen[-1]
+
+    plan = TorchEngine(job).space.baseline()
+    fused = launched(replace(job, optimizer=watched), Launch(knobs="fused"))
+    found = {"": (job, plan), "large": (replace(job, model=failing), plan), "fused": (fused, plan)}
+    ratios = side_by_side(found, 0, Silent())
+    assert list(ratios) == ["fused"]
+    assert seen[-1].defaults["fused"]
+
+
+def test_equal_launch_choices_are_tuned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    request = TuneRequest(job=f"{HERE}:unclipped", method="random", steps=60, report_to="none", memory_budget="1GiB")
+
+    def run_budget(request: TuneRequest, *_rest: object) -> dict[str, Any]:
+        asked.append(str(request.job))
+        raise BudgetError("enough", where="test")
+
+    monkeypatch.setattr(tuning, "run_tuning", run_budget)
+    with pytest.raises(BudgetError, match="no launch choice meets"):
+        tuning.tune_launches(
+            request, TrustedInputs(jobs=[]), tmp_path, Silent(), launches=["foreach+release", "release+foreach"]
+        )
+    assert [name.rpartition(":")[2] for name in asked] == ["unclipped", "unclipped+foreach+release"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autotune import Job
 from autotune.catalog import load_job
@@ -225,3 +226,61 @@ def test_jobs_whose_gradients_are_clipped_or_updated_together_are_refused() -> N
 def test_deepspeed_refuses_to_release() -> None:
     with pytest.raises(InputError, match="DeepSpeed keeps the gradients"):
         DeepSpeedEngine(released(tied()))
+
+
+def refused(model: type[nn.Module], message: str) -> None:
+    engine, _ = trained(released(tied(model=model)), steps=0)
+    with pytest.raises(JobError, match=message):
+        engine.run(1)
+
+
+def test_a_gradient_that_comes_in_parts_is_told() -> None:
+    class Shared(Tied):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for _ in range(2):
+                x = x + checkpoint(self.blocks[0], x, use_reentrant=True)
+            return x @ self.embedding.weight.T
+
+    refused(Shared, "given its gradient in several parts")
+
+
+def test_a_weight_that_is_read_after_its_update_is_told() -> None:
+    class Reads(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 40)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = nn.functional.linear(self.blocks[0](self.embedding(tokens)), self.head.weight.detach())
+            return self.head(x @ self.head.weight.detach())
+
+    refused(Reads, "reads a weight again after its update")
+
+
+def test_what_a_backward_pass_within_the_loss_left_is_updated() -> None:
+    job = tied()
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        (model(batch).square().mean() * 0.1).backward()
+        return model.embedding.weight.square().mean()  # type: ignore[operator,union-attr,return-value]
+
+    plain, losses = trained(replace(job, loss=loss, accumulation_choices=(1,)))
+    own, other = trained(released(replace(job, loss=loss)))
+    assert losses == other
+    assert all(map(torch.equal, plain.model.parameters(), own.model.parameters()))
+
+
+def test_an_interrupted_step_is_forgotten() -> None:
+    engine, _ = trained(released(tied()), steps=2)
+    block = engine.model.blocks[0]  # type: ignore[index]
+    hook = block.register_full_backward_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(1)
+    hook.remove()
+    engine.job = replace(engine.job, loss=lambda model, batch: model(batch).sum() * torch.nan)
+    assert engine.run(1).failure == "non_finite"
+
+
+def interrupted(*_arguments: object) -> None:
+    raise KeyboardInterrupt

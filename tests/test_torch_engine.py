@@ -981,3 +981,12 @@ def test_loss_scale_is_part_of_a_snapshot():
     expected.run(3)
     assert engine.run(1).loss_scale == 65536.0
     assert differences(training_state(expected), training_state(engine)) == []
+
+
+def test_the_inspection_of_a_loss_with_a_backward_pass_of_its_own_leaves_no_gradient() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        tiny_job.mean_loss(model, batch).backward()
+        return tiny_job.mean_loss(model, batch)
+
+    engine = TorchEngine(tiny_job.make(loss=loss))
+    assert all(parameter.grad is None for parameter in engine.model.parameters())

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.errors import AutotuneError
 from autotune.io.progress import Reporter
 from autotune.job import Job
 from autotune.mechanics.devices import device_kind, release
@@ -39,23 +40,33 @@ def side_by_side(found: Mapping[str, tuple[Job, Plan]], seed: int, reporter: Rep
         opened.callback(release, device_kind())
         engines: dict[str, TorchEngine] = {}
         for name, (job, plan) in found.items():
-            engine = opened.enter_context(contextlib.closing(TorchEngine(job, seed=seed, options=_OPTIONS)))
-            engine.apply(plan)
-            engines[name] = engine
+            with contextlib.suppress(AutotuneError):
+                engine = opened.enter_context(contextlib.closing(TorchEngine(job, seed=seed, options=_OPTIONS)))
+                engine.apply(plan)
+                engines[name] = engine
         seconds: dict[str, list[float]] = {name: [] for name in engines}
         for number in range(-_UNTIMED, _ROUNDS):
             # Every other round is reversed, so that drift affects all equally.
             for name in list(engines)[:: -1 if number % 2 else 1]:
                 engine, before = engines[name], engines[name].progress.samples
-                engine.run(1)
-                window = engine.run(1)
-                if window.failure is None:
-                    seconds[name].append(window.step_s[0] * 2 / (engine.progress.samples - before))
+                with contextlib.suppress(AutotuneError):
+                    engine.run(1)
+                    window = engine.run(1)
+                    if window.failure is None:
+                        seconds[name].append(window.step_s[0] * 2 / (engine.progress.samples - before))
             reporter.advance(number + 1)
-    first, *others = engines
-    whole = _UNTIMED + _ROUNDS
-    return {
-        name: paired_ratio(seconds[name][_UNTIMED:], seconds[first][_UNTIMED:])
-        for name in others
-        if len(seconds[name]) == len(seconds[first]) == whole
-    }
+    timed = {name: own[_UNTIMED:] for name, own in seconds.items() if len(own) == _UNTIMED + _ROUNDS}
+    first = next(iter(found))
+    return {name: paired_ratio(own, timed[first]) for name, own in timed.items() if first in timed and name != first}
+
+
+def baseline_peak_bytes(job: Job, seed: int) -> int | None:
+    """Return the metered peak of a job's baseline; ``None`` if it does not fit or cannot be metered.
+
+    Args:
+        job: the job.
+        seed: random seed for weights and batches.
+    """
+    with contextlib.closing(TorchEngine(job, seed=seed, options=EngineOptions(statistics_every=None))) as engine:
+        engine.run(1)
+        return engine.run(1).peak_bytes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from autotune.budget import MemoryBudget
 from autotune.campaign import tuning_campaign
-from autotune.campaign.launch_trials import side_by_side
+from autotune.campaign.launch_trials import baseline_peak_bytes, side_by_side
 from autotune.campaign.setup import prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.catalog import load_job
@@ -20,7 +20,7 @@ from autotune.errors import BudgetError, InputError
 from autotune.io.documents import validated
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
-from autotune.launching import split
+from autotune.launching import canonical, launched, split
 from autotune.plan import Plan
 from autotune.records.requests import Cluster, Ranks, TuneRequest, recorded_address, reference_of
 
@@ -178,16 +178,20 @@ def tune_launches(
     Raises:
         InputError: for wrong input, or for a budget that none of them meets.
     """
+    if request.weights is not None:
+        raise InputError("cannot be combined with --weights: plans are compared by time", where="--launches")
     asked = {"": (request, trusted)}
     for name in launches:
-        own = f"{request.job}+{name}"
+        own = canonical(f"{request.job}+{name}", where="--launches")
         if not name or split(own, where="--launches")[0] == own:
-            raise InputError(
-                f"names {name!r:.80}", where="--launches", allowed="launch choices, as in adamw8bit,release"
-            )
-        asked[name] = (replace(request, job=own), replace(trusted, jobs=[own]))
-    found, told = _tune_each(asked, "launch choice", runs, reporter)
-    plans = {name: (_loaded(asked[name][0].job), Plan.from_json(one["plan"])) for name, one in found.items()}
+            allowed = "launch choices, as in adamw8bit,release"
+            raise InputError(f"names {name!r:.80}", where="--launches", allowed=allowed)
+        asked[own.removeprefix(f"{request.job}+")] = replace(request, job=own), replace(trusted, jobs=[own])
+    job = load_job(split(str(request.job), where="job")[0])
+    found, told = _tune_each(asked, "launch choice", runs, reporter, lambda: baseline_peak_bytes(job, request.seed))
+    tuned = {name: Plan.from_json(one["plan"]) for name, one in found.items()}
+    # With what was measured and applied on the way, too.
+    plans = {name: (launched(job, plan.launch), plan) for name, plan in tuned.items()}
     ratios = side_by_side(plans, request.seed, reporter) if len(plans) > 1 else {}
     for name, ratio in ratios.items():
         told[name]["time_over_first"] = ratio
@@ -197,29 +201,36 @@ def tune_launches(
     return {**found[best], "launches": told}
 
 
-def _loaded(reference: str | None) -> Job:
-    assert reference is not None
-    return load_job(reference)
-
-
 def _tune_each(
-    asked: Mapping[str, tuple[TuneRequest, TrustedInputs]], what: str, runs: Path, reporter: Reporter
+    asked: Mapping[str, tuple[TuneRequest, TrustedInputs]],
+    what: str,
+    runs: Path,
+    reporter: Reporter,
+    whole_bytes: Callable[[], int | None] = lambda: None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """Run several tunings within one budget; return the documents by name, and what is told of each.
 
+    Args:
+        asked: the tunings by name.
+        what: what they differ in.
+        runs: folder in which the run directories are made.
+        reporter: shows progress.
+        whole_bytes: returns the bytes of which a budget is a share, if the first one does not meet it.
+
     Raises:
-        InputError: if the first one is refused for anything but a budget in bytes, or all are.
+        InputError: if the first one is refused for anything but its budget, or all are.
     """
     found: dict[str, dict[str, Any]] = {}
     told: dict[str, dict[str, Any]] = {}
     budget = next(iter(asked.values()))[0].memory_budget
-    is_share = budget is not None and MemoryBudget.parse(budget).share is not None
     for name, (request, trusted) in asked.items():
         try:
             document = run_tuning(replace(request, memory_budget=budget), trusted, runs, reporter)
         except InputError as error:
-            if not told and (is_share or not isinstance(error, BudgetError)):
-                raise
+            if not told:
+                budget = _in_bytes(budget, whole_bytes) if isinstance(error, BudgetError) else None
+                if budget is None:
+                    raise
             told[name] = {"refused": str(error)}
             continue
         found[name] = document
@@ -229,3 +240,12 @@ def _tune_each(
     if not found:
         raise BudgetError(f"no {what} meets {budget}", where="--memory-budget", allowed="a larger budget")
     return found, told
+
+
+def _in_bytes(budget: str | None, whole_bytes: Callable[[], int | None]) -> str | None:
+    """Return a budget in bytes; ``None`` for none, and for a share of what is not known."""
+    parsed = None if budget is None else MemoryBudget.parse(budget)
+    if parsed is None or parsed.share is None:
+        return budget
+    whole = whole_bytes()
+    return None if whole is None else f"{parsed.resolve(whole)}B"

@@ -63,6 +63,8 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
         return _inspected(job, model, batch)
     finally:
         undo_writes(model, buffers)
+        # A loss may run a backward pass of its own.
+        model.zero_grad(set_to_none=True)
 
 
 def _inspected(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[str, str]]:

@@ -20,6 +20,8 @@ import torch
 from autotune.errors import JobError
 from autotune.mechanics.stepping import Update
 
+_WITHOUT = "a job without +release"
+
 
 @contextmanager
 def released(optimizer: torch.optim.Optimizer, seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
@@ -28,15 +30,23 @@ def released(optimizer: torch.optim.Optimizer, seen: Callable[[torch.Tensor], No
     Args:
         optimizer: the optimizer.
         seen: called with each gradient before its update.
+
+    Raises:
+        JobError: if a parameter would be updated twice.
     """
     groups = optimizer.param_groups
     # What a step writes to a group, such as a counter of steps, is kept when the last parameter has been updated: each
     # of them begins with the same group.
     written: dict[int, dict[str, Any]] = {}
+    updated: set[int] = set()
 
     def updater(place: int) -> Callable[[torch.Tensor], None]:
         def update(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
+            if id(parameter) in updated:
+                problem = "a parameter is given its gradient in several parts, as by reentrant checkpoints"
+                raise JobError(problem, where="+release", allowed=_WITHOUT)
+            updated.add(id(parameter))
             seen(parameter.grad)
             written[place] = {**groups[place], "params": [parameter]}
             optimizer.param_groups = [written[place]]
@@ -86,12 +96,26 @@ class ReleasingUpdate(Update):
         finally:
             self._keeping = False
 
+    def begin(self, micro_batches: int) -> None:
+        """Forget an earlier step that was interrupted."""
+        self.discard()
+
     def backward(self, loss: torch.Tensor, weight: float) -> None:
-        """Run the backward pass and, unless the loss is not finite or gradients are kept, make the update."""
+        """Run the backward pass and, unless the loss is not finite or gradients are kept, make the update.
+
+        Raises:
+            JobError: if updates come too early for the job's backward pass.
+        """
         updates = not self._keeping and math.isfinite(float(loss.detach()))
         body: AbstractContextManager[None] = released(self.optimizer, self._see) if updates else nullcontext()
-        with body:
-            super().backward(loss, weight)
+        try:
+            with body:
+                super().backward(loss, weight)
+        except RuntimeError as error:
+            if self.updating and "modified by an inplace operation" in str(error):
+                problem = "the backward pass reads a weight again after its update"
+                raise JobError(problem, where="+release", allowed=_WITHOUT) from error
+            raise
 
     def unscale(self) -> float:
         """Return the 2-norm of the gradient."""
@@ -104,6 +128,9 @@ class ReleasingUpdate(Update):
             JobError: if the gradient was not finite.
         """
         stepped, made = self.updating, math.isfinite(norm)
+        if stepped:
+            # What a backward pass within the loss left.
+            self.optimizer.step()
         self.discard()
         if stepped and not made:
             raise JobError("a gradient that is not finite was applied", where="+release", allowed="finite gradients")

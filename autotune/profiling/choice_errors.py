@@ -32,6 +32,8 @@ _MOST_ERROR = 0.5
 _LEAST_LIMIT = 0.2
 # A unit whose gradient is a smaller share of the whole is judged as if it had this share.
 _LEAST_SHARE = 0.01
+# Two passes over one batch that differ by more than this are no measure of anything else.
+_REPEATED = 0.01
 # Smaller errors are told as smaller than this.
 _LEAST_TOLD = 0.001
 # The whole gradient, beside the units.
@@ -105,6 +107,10 @@ class Finding:
         return self.units if self.is_useless else tuple(self.locked)
 
 
+class UnjudgedError(Exception):
+    """Errors cannot be measured on this gradient; the message says why."""
+
+
 def find_errors(engine: WatchedEngine, job: Job, seed: int, choices: Collection[Choice]) -> list[Finding]:
     """Return what some choices do to the gradient of a step.
 
@@ -119,6 +125,7 @@ def find_errors(engine: WatchedEngine, job: Job, seed: int, choices: Collection[
 
     Raises:
         JobError: if a step raises without any of the choices.
+        UnjudgedError: if its gradient is not finite, or is another one when it is repeated.
     """
     found = []
     for kind, context in ((Precision, WithoutDropout()), (Storage, contextlib.nullcontext())):
@@ -152,6 +159,7 @@ class _Trial:
                 self._groups[unit.name] = own
         self._noise: dict[str, float] = {}
         self._least = _LEAST_SHARE * math.sqrt(float(self._sums(gradient)[:, 0].sum()))
+        self._require_steady()
         self._noise = self._noises(job, seed)
 
     def finding(self, choice: Choice) -> Finding | None:
@@ -244,16 +252,31 @@ class _Trial:
             rows.append(torch.stack([torch.dot(a, b) for a, b in pairs]).cpu())
         return torch.stack(rows)
 
+    def _require_steady(self) -> None:
+        """Refuse a gradient that is not finite, or is another one in a second pass over the same batch."""
+        again, problem = tried_gradient(self._engine, self._plan)
+        if problem:
+            raise UnjudgedError(f"a second pass over the same batch raised {problem}")
+        # A gradient that is not finite differs from itself.
+        apart = self._compared(again)[WHOLE].relative
+        if math.isinf(apart):
+            raise UnjudgedError("the gradient of a step is not finite")
+        if apart > _REPEATED:
+            raise UnjudgedError(f"two passes over the same batch differ by {as_share(apart)}")
+
     def _noises(self, job: Job, seed: int) -> dict[str, float]:
-        """Return by unit how much the gradients of two batches differ; empty if the job yields a single one."""
+        """Return by unit how much the gradients of two batches differ; empty if there is no other batch to compare."""
         with isolated():
             other = other_batch(job, seed)
         if other is None:
             return {}
         moved = map_tensors(lambda leaf: leaf.to(self._engine.device), other)
         needed = 1 if job.batching == "fixed" else self._plan.accumulation_steps
-        gradient = self._engine.gradient(self._plan, [moved] * needed)
-        return {name: error.relative for name, error in self._compared(gradient).items()}
+        gradient, problem = tried_gradient(self._engine, self._plan, [moved] * needed)
+        if problem:
+            return {}
+        found = {name: error.relative for name, error in self._compared(gradient).items()}
+        return {name: noise for name, noise in found.items() if _LEAST_TOLD < noise < math.inf}
 
 
 def as_share(error: float) -> str:

@@ -78,15 +78,18 @@ def _by_unit(engine: TorchEngine, lower: Sequence[Precision]) -> dict[str, dict[
     return {name: measured[_nearest(names, name, measured)] for name in names}
 
 
-def tried_gradient(engine: TorchEngine, plan: Plan) -> tuple[Sequence[torch.Tensor | None], str]:
+def tried_gradient(
+    engine: TorchEngine, plan: Plan, batches: list[Any] | None = None
+) -> tuple[Sequence[torch.Tensor | None], str]:
     """Return the gradient of each parameter under a plan, and what the step raised; empty if nothing.
 
     Args:
         engine: the engine; its training state does not change.
         plan: the plan.
+        batches: batches of the step; ``None`` for the next ones.
     """
     try:
-        return engine.gradient(plan), ""
+        return engine.gradient(plan, batches), ""
     except any_error() as error:  # the job's own code, under a storage that may not suit it
         return (), f"{type(error).__name__}: {str(error).partition('. ')[0]}"
 

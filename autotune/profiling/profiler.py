@@ -28,7 +28,7 @@ from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.step_trace import Phase, StepTrace, rest_of
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.profiling.attribution import attribute
-from autotune.profiling.choice_errors import WHOLE, Finding, as_share, find_errors
+from autotune.profiling.choice_errors import WHOLE, Finding, UnjudgedError, as_share, find_errors
 from autotune.profiling.compile_probe import uncompiled
 from autotune.profiling.homogeneous_plans import (
     UPDATE,
@@ -259,8 +259,14 @@ class _Profiler:
     ) -> dict[str, list[str]]:
         """Tell how far choices put the gradient off, and return those that put it too far off, by unit."""
         locks: dict[str, list[str]] = {}
+        try:
+            findings = find_errors(engine, self._job, self._options.seed, choices)
+        except UnjudgedError as error:
+            listed = ", ".join(map(str, choices))
+            self._warnings.append(f"{when}how far {listed} put the gradient off is not known: {error}")
+            return locks
         # Ranks must profile the same choices.
-        for found in engine.decided(find_errors(engine, self._job, self._options.seed, choices)):
+        for found in engine.decided(findings):
             others = any(found.choice in locked for locked in engine.space.locked.values())
             self._warnings += [when + told for told in _told(found, "all other units" if others else "all units")]
             for name in found.locks:
