@@ -990,3 +990,26 @@ def test_the_inspection_of_a_loss_with_a_backward_pass_of_its_own_leaves_no_grad
 
     engine = TorchEngine(tiny_job.make(loss=loss))
     assert all(parameter.grad is None for parameter in engine.model.parameters())
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_learning_rate_that_is_a_tensor_is_followed_and_restored(scheduled: bool) -> None:
+    def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    changes = {"schedule": None, "scheduler": halving} if scheduled else {}
+
+    def losses(rate: float | torch.Tensor) -> list[float | None]:
+        def optimizer(parameters: object) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(parameters, lr=rate, foreach=False)  # type: ignore[arg-type]
+
+        engine = TorchEngine(tiny_job.make(optimizer=optimizer, **changes), options=EngineOptions(meter_memory=False))
+        engine.run(2)
+        snapshot = engine.snapshot()
+        first = [engine.run(1) for _ in range(2)]
+        engine.restore(snapshot)
+        again = [engine.run(1) for _ in range(2)]
+        assert [one.loss for one in first] == [one.loss for one in again]
+        return [one.loss for one in first]
+
+    assert losses(torch.tensor(0.01)) == pytest.approx(losses(0.01), rel=1e-4)

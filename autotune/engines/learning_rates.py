@@ -33,10 +33,8 @@ class LearningRates:
         self._optimizer = optimizer
         self._total_samples = total_samples
         # Schedulers change momenta and others besides the rates.
-        self._first: list[dict[str, Any]] = [
-            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
-        self._base_rates = [group["lr"] for group in optimizer.param_groups]
+        self._first = [_settings(group) for group in optimizer.param_groups]
+        self._base_rates = [first["lr"] for first in self._first]
         self._steps = 0
         self._ended = False
         self._scheduler: LRScheduler | None = build_scheduler(job, optimizer)
@@ -90,8 +88,14 @@ class LearningRates:
         for group, first in zip(self._optimizer.param_groups, self._first, strict=True):
             for key in set(group) - set(first) - {"params"}:
                 del group[key]
-            group.update(first)
+            group.update(_settings(first))
         self._scheduler = build_scheduler(self._job, self._optimizer)
         self._steps, self._ended = 0, False
         for _ in range(steps):
             self.advance()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a group holds beside parameters; schedulers write in place to rates that are tensors."""
+    own = {key: value for key, value in group.items() if key != "params"}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in own.items()}

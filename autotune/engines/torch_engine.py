@@ -377,7 +377,8 @@ class TorchEngine(EngineBase):
                 batch_bytes=tuple(tensor_bytes(tensors(batch)) for batch in attempt.batches),
                 loss=attempt.loss,
                 stepped=attempt.stepped,
-                learning_rate=self.update.optimizer.param_groups[0]["lr"],
+                # A tensor, where the optimizer is to be compiled.
+                learning_rate=float(self.update.optimizer.param_groups[0]["lr"]),
             )
         )
         self._rates.advance()
