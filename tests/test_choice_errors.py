@@ -270,7 +270,8 @@ def test_choices_that_spoil_nothing_cost_one_pass_each() -> None:
     found = find_errors(engine, job, 0, COMPRESSED_STORAGES)
     assert [one.choice for one in found] == COMPRESSED
     assert not any(one.locks for one in found)
-    assert len(plans) == 2 + len(COMPRESSED)
+    # The exact gradient, the same again, and that of another batch.
+    assert len(plans) == 3 + len(COMPRESSED)
     assert all(one.whole.relative < 0.2 and one.whole.cosine > 0.98 and one.whole.noise > 0.2 for one in found)
 
 
@@ -411,3 +412,14 @@ def test_a_gradient_that_another_pass_does_not_repeat_judges_nothing() -> None:
     assert {*COMPRESSED} <= {*found.space.storages}
     assert not found.locked
     assert any("two passes over the same batch differ by" in warning for warning in found.warnings)
+
+
+def test_another_batch_without_items_leaves_the_noise_unknown() -> None:
+    def batches(seed: int) -> Iterator[torch.Tensor]:
+        for number, batch in enumerate(tiny_job.batches(seed)):
+            yield torch.zeros_like(batch) if number % 8 == 7 else batch
+
+    job = job_with(tiny_job.Network, batches=batches, count=lambda batch: int((batch[:, 1:] > 0).sum()))
+    found = find_errors(engine_of(job)[0], job, 0, COMPRESSED_STORAGES)
+    assert found
+    assert all(one.whole.noise is None for one in found)

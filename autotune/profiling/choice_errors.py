@@ -273,10 +273,11 @@ class _Trial:
         moved = map_tensors(lambda leaf: leaf.to(self._engine.device), other)
         needed = 1 if job.batching == "fixed" else self._plan.accumulation_steps
         gradient, problem = tried_gradient(self._engine, self._plan, [moved] * needed)
-        if problem:
+        if problem or not any(one is not None for one in gradient):
+            # It may have no items that count.
             return {}
         found = {name: error.relative for name, error in self._compared(gradient).items()}
-        return {name: noise for name, noise in found.items() if _LEAST_TOLD < noise < math.inf}
+        return {name: noise for name, noise in found.items() if noise < math.inf}
 
 
 def as_share(error: float) -> str:
