@@ -28,7 +28,7 @@ from small_jobs import (
 from torch import nn
 
 import autotune
-from autotune import InputError, Job, Plan, PlanError, TorchEngine, load_job
+from autotune import EngineOptions, InputError, Job, Plan, PlanError, TorchEngine, load_job
 from autotune.campaign.knob_trials import KnobTrials, recommended
 from autotune.campaign.launch_trials import side_by_side
 from autotune.campaign.trusted_inputs import TrustedInputs
@@ -542,3 +542,19 @@ def test_equal_launch_choices_are_tuned_once(tmp_path: Path, monkeypatch: pytest
             request, TrustedInputs(jobs=[]), tmp_path, Silent(), launches=["foreach+release", "release+foreach"]
         )
     assert [name.rpartition(":")[2] for name in asked] == ["unclipped", "unclipped+foreach+release"]
+
+
+def test_a_job_with_launch_choices_of_its_own_is_tuned_with_more(tmp_path: Path) -> None:
+    reference = f"{HERE}:unclipped+threads=1"
+    request = TuneRequest(job=reference, method="random", steps=60, report_to="none", memory_budget="93%")
+    trusted = TrustedInputs(jobs=[reference])
+    found = tuning.tune_launches(request, trusted, tmp_path, Silent(), launches=["sgd=0.1"])
+    assert list(found["launches"]) == ["", "sgd=0.1"]
+    launch = Plan.from_json(found["plan"]).launch
+    assert (launch.optimizer, launch.knobs) == ("sgd", "threads=1")
+    whole = TorchEngine(load_job(reference), options=EngineOptions(statistics_every=None))
+    whole.run(1)
+    budget = found["launches"]["sgd=0.1"]["measured"]["memory_budget_bytes"]
+    assert budget == int(0.93 * (whole.run(1).peak_bytes or 0))
+    with pytest.raises(InputError, match="threads"):
+        tuning.tune_launches(request, trusted, tmp_path, Silent(), launches=["threads=2"])

@@ -20,7 +20,7 @@ from autotune.errors import BudgetError, InputError
 from autotune.io.documents import validated
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
-from autotune.launching import canonical, launched, split
+from autotune.launching import canonical, launched, split, suffix
 from autotune.plan import Plan
 from autotune.records.requests import Cluster, Ranks, TuneRequest, recorded_address, reference_of
 
@@ -182,14 +182,20 @@ def tune_launches(
         raise InputError("cannot be combined with --weights: plans are compared by time", where="--launches")
     asked = {"": (request, trusted)}
     for name in launches:
-        own = canonical(f"{request.job}+{name}", where="--launches")
-        if not name or split(own, where="--launches")[0] == own:
+        added = suffix(split(f"job+{name}", where="--launches")[1])
+        if not added:
             allowed = "launch choices, as in adamw8bit,release"
             raise InputError(f"names {name!r:.80}", where="--launches", allowed=allowed)
-        asked[own.removeprefix(f"{request.job}+")] = replace(request, job=own), replace(trusted, jobs=[own])
-    job = load_job(split(str(request.job), where="job")[0])
-    found, told = _tune_each(asked, "launch choice", runs, reporter, lambda: baseline_peak_bytes(job, request.seed))
+        # Refuses what contradicts the job's own choices.
+        own = canonical(f"{request.job}{added}", where="--launches")
+        asked[added.removeprefix("+")] = replace(request, job=own), replace(trusted, jobs=[own])
+
+    def whole_bytes() -> int | None:
+        return baseline_peak_bytes(load_job(str(request.job)), request.seed)
+
+    found, told = _tune_each(asked, "launch choice", runs, reporter, whole_bytes)
     tuned = {name: Plan.from_json(one["plan"]) for name, one in found.items()}
+    job = load_job(split(str(request.job), where="job")[0])
     # With what was measured and applied on the way, too.
     plans = {name: (launched(job, plan.launch), plan) for name, plan in tuned.items()}
     ratios = side_by_side(plans, request.seed, reporter) if len(plans) > 1 else {}
