@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from autotune.mechanics.gradient_stats import GradientProbe, ProbedStep, tiny_counts
 from autotune.mechanics.memory_meter import resident_tensors
-from autotune.mechanics.stepping import Update
-
-Shard = tuple[int, torch.Tensor]
+from autotune.mechanics.rank_probe import RankUpdate, Shard
 
 
-class ShardedUpdate(Update):
+class ShardedUpdate(RankUpdate):
     """Updates through a DeepSpeed engine.
 
     A micro-batch's weight is its weight in the global step times the number of ranks, since the engine averages over
@@ -43,6 +40,7 @@ class ShardedUpdate(Update):
         self._parameters = list(parameters)
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._left = 0
+        self.copies = 1 if self.stage else distributed.get_world_size()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -149,6 +147,10 @@ class ShardedUpdate(Update):
             masters = optimizer.single_partition_of_fp32_groups if self.stage else []
         return {**found, **{f"master {number}": master for number, master in enumerate(masters)}}
 
+    def whole_shape(self, parameter: nn.Parameter) -> Sequence[int]:
+        """Return the shape of a parameter of which this rank may have only a part."""
+        return getattr(parameter, "ds_shape", parameter.shape)
+
     def settle(self) -> None:
         """Release gathered weights, so that none is older than its shard."""
         if self.stage == 3:
@@ -163,49 +165,6 @@ class ShardedUpdate(Update):
             *(shard for shard in shards if shard is not None),
             *held,
         ]
-
-
-class ShardedProbe(GradientProbe):
-    """Probe of one optimizer step whose micro-batches run on several ranks.
-
-    Args:
-        update: the update of the step.
-        bearing: for every micro-batch of every rank, in order of ranks, whether it has loss-bearing items.
-    """
-
-    def __init__(self, update: ShardedUpdate, bearing: Sequence[bool]) -> None:
-        super().__init__(update.parameters)
-        self._update = update
-        self._bearing = bearing
-
-    def read(self) -> ProbedStep:
-        """Return the squared norms of the step on all ranks: one collective for micro-batches, one for the rest."""
-        shards = self._update.shards()
-        device = self._parameters[0].device
-        whole = torch.zeros(3, len(self._parameters), dtype=torch.float32, device=device)
-        if shards:
-            where = torch.tensor([index for index, _ in shards], device=device)
-            pieces = [gradient for _, gradient in shards]
-            squares = torch.stack([norm.float() for norm in torch._foreach_norm(pieces)]).square()
-            tiny, present = tiny_counts(pieces)
-            whole.index_add_(1, where, torch.stack([squares, tiny, present]))
-        if self._update.stage:
-            distributed.all_reduce(whole)
-        zero = torch.zeros((), dtype=torch.float32, device=device)
-        own = torch.stack([torch.stack(row) for row in self._rows(range(len(self._parameters)), zero)]).square()
-        gathered = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(gathered, own)
-        micro = [row for row, bears in zip(torch.cat(gathered).tolist(), self._bearing, strict=True) if bears]
-        squares, tiny, present = whole.tolist()
-        return ProbedStep(
-            parameters=tuple(self._parameters),
-            # If weights are sharded too, a rank holds no elements of parameters that it does not use.
-            sizes=tuple(int(getattr(p, "ds_numel", p.numel())) for p in self._parameters),
-            micro=tuple(tuple(row) for row in micro),
-            whole=tuple(squares),
-            tiny=tuple(tiny),
-            present=tuple(present),
-        )
 
 
 class _whole_groups:  # noqa: N801 - a context manager
