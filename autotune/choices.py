@@ -79,7 +79,10 @@ class Storage(StrEnum):
         exact: whether gradients are bit-identical to those of ``save``.
         needs_accelerator: whether it moves activations out of a device's own memory.
         compile_budget: what a compiled unit may keep beside its inputs, as a share of what makes it fastest; 0 for a
-            unit that is not compiled. Compiled units may be faster than saving ones.
+            unit that is not compiled.
+        keeps_gathered: whether weights that are sharded over ranks stay gathered, too; only for engines that shard.
+
+    Units that are compiled or keep their weights gathered may be faster than saving ones.
     """
 
     label: str
@@ -90,8 +93,10 @@ class Storage(StrEnum):
     exact: bool
     needs_accelerator: bool
     compile_budget: float
+    keeps_gathered: bool
 
     SAVE = "save", "kept", "saving"
+    GATHERED = "gathered", "kept with weights", "keeping weights", 1.2, -0.1, False, True, False, 0.0, True
     COMPILED = "compiled", "compiled", "compiling", 0.9, -0.4, False, False, False, 1.0
     SELECTIVE = "selective", "partly recomputed", "recomputing in part", 0.6, 0.15
     COMPILED50 = "compiled50", "compiled at half", "compiling at half", 0.4, 0.1, False, False, False, 0.5
@@ -100,6 +105,7 @@ class Storage(StrEnum):
     REBUILD = "rebuild", "mostly recomputed", "recomputing for the most part", 0.15, 0.7
     COMPILED10 = "compiled10", "compiled at a tenth", "compiling at a tenth", 0.1, 0.3, False, False, False, 0.1
     OFFLOAD = "offload", "offloaded", "offloading", 0.1, 0.8, False, True, True
+    GATHERED_RECOMPUTE = "gathered-recompute", "recomputed", "recomputing", 0.2, 0.9, True, True, False, 0.0, True
     RECOMPUTE = "recompute", "recomputed", "recomputing", 0.0, 1.0, True
 
     def __new__(
@@ -113,6 +119,7 @@ class Storage(StrEnum):
         exact: bool = True,
         needs_accelerator: bool = False,
         compile_budget: float = 0.0,
+        keeps_gathered: bool = False,
     ) -> Storage:
         """Make a member with its properties."""
         member = str.__new__(cls, value)
@@ -120,6 +127,7 @@ class Storage(StrEnum):
         member.label, member.act = label, act
         member.kept_frac, member.extra_forwards, member.recomputes = kept_frac, extra_forwards, recomputes
         member.exact, member.needs_accelerator, member.compile_budget = exact, needs_accelerator, compile_budget
+        member.keeps_gathered = keeps_gathered
         return member
 
     @property

@@ -24,6 +24,7 @@ from autotune.choices import Storage as Storage
 from autotune.errors import PlanError
 from autotune.io.documents import STRICT, validated
 from autotune.io.files import read_json, write_json
+from autotune.mesh import MESH_FORM, is_mesh
 from autotune.optimizers import KINDS
 from autotune.units import Unit
 
@@ -49,6 +50,7 @@ def _is_rate(value: object) -> bool:
 # For each launch choice, a test of its values and what to name as allowed.
 _LAUNCH_CHOICES: Mapping[str, tuple[Callable[[Any], bool], str | Iterable[str]]] = {
     "zero_stage": (lambda value: type(value) is int and 0 <= value <= 3, "0, 1, 2, 3"),
+    "mesh": (is_mesh, MESH_FORM),
     "optimizer": (lambda value: isinstance(value, str) and value in KINDS, KINDS),
     "learning_rate": (_is_rate, "a number above 0"),
     "compile": (lambda value: isinstance(value, bool), "true, false"),
@@ -63,6 +65,7 @@ class Launch:
 
     Attributes:
         zero_stage: DeepSpeed ZeRO stage, 0 to 3.
+        mesh: replicas and shards of FSDP2, such as ``dp=2,shard=2``.
         optimizer: one of :data:`autotune.optimizers.KINDS`.
         learning_rate: learning rate of that optimizer; ``None`` follows a rule of thumb.
         compile: whether units are compiled one by one.
@@ -73,6 +76,7 @@ class Launch:
     __pydantic_config__ = STRICT
 
     zero_stage: int | None = None
+    mesh: str | None = None
     optimizer: str | None = None
     learning_rate: float | None = None
     compile: bool | None = None
@@ -86,6 +90,11 @@ class Launch:
                 raise PlanError(f"launch.{name} is {value!r:.80}", where="plan", allowed=allowed)
         if self.learning_rate is not None and self.optimizer is None:
             raise PlanError("launch.learning_rate needs an optimizer", where="plan", allowed="launch.optimizer")
+
+    @property
+    def on_one_rank(self) -> Launch:
+        """Return the choices without those that only an engine of several ranks has."""
+        return replace(self, zero_stage=None, mesh=None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the choices that were made, as a JSON object."""

@@ -1,4 +1,7 @@
-"""Entry point that torchrun starts: one rank of a DeepSpeed job under random plans, which records its results."""
+"""Entry point that torchrun starts: one rank of a job under random plans, which records its results.
+
+The ranks train through DeepSpeed if the layout is a ZeRO stage, and through FSDP2 if it is a mesh.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from torch import nn
 
 from autotune import EngineOptions, Job, TorchEngine
 from autotune.engines.deepspeed_engine import DeepSpeedEngine
-from autotune.plan import Plan, PlanSpace, Precision
+from autotune.engines.fsdp2_engine import Fsdp2Engine
+from autotune.engines.rank_engine import RankEngine
+from autotune.plan import Plan, PlanSpace, Precision, Storage
 
 BATCH, LENGTH = 8, 6
 IGNORED = -100
@@ -59,20 +64,33 @@ def make(dropout: float = 0.0, **changes: Any) -> Job:
     return Job(**{**settings, **changes})
 
 
+def engine_of(layout: str, job: Job, **settings: Any) -> RankEngine:
+    """Return the engine of a layout: a ZeRO stage, or a mesh."""
+    if layout.isdigit():
+        return DeepSpeedEngine(job, zero_stage=int(layout), **settings)
+    return Fsdp2Engine(job, mesh=layout, **settings)
+
+
 def one_sample() -> Job:
     return make(batch_size=1, accumulation_choices=(1,))
 
 
 def at_random(space: PlanSpace, draw: random.Random, precision: Precision = Precision.FP32) -> Plan:
-    recomputed = [name for name in space.recomputable if draw.random() < 0.5]
     k = draw.choice(space.accumulation_choices)
-    return space.plan(accumulation_steps=k, precision=precision, recomputed=recomputed)
+    storage = {name: draw.choice(space.storages) for name in space.recomputable}
+    return space.plan(accumulation_steps=k, precision=precision).changed(storage=storage)
 
 
-def mixed_precision(stage: int, steps: int) -> dict[str, Any]:
+def on_one_rank(plan: Plan) -> Plan:
+    """Return the plan for a single rank, on which no weights are gathered."""
+    same = {Storage.GATHERED: Storage.SAVE, Storage.GATHERED_RECOMPUTE: Storage.RECOMPUTE}
+    return plan.changed(storage={name: same.get(storage, storage) for name, storage in plan.storage.items()})
+
+
+def mixed_precision(layout: str, steps: int) -> dict[str, Any]:
     """Train with random units in bf16 and fp32, and train the same with plain torch."""
     options = EngineOptions(meter_memory=False, statistics_every=None)
-    ours, plain = DeepSpeedEngine(make(), zero_stage=stage, options=options), TorchEngine(make(), options=options)
+    ours, plain = engine_of(layout, make(), options=options), TorchEngine(make(), options=options)
     if Precision.BF16 not in ours.space.precisions:
         return {"skipped": ours.locks}
     draw, apart, kinds = random.Random(3), [], set()
@@ -81,13 +99,17 @@ def mixed_precision(stage: int, steps: int) -> dict[str, Any]:
         plan = at_random(ours.space, draw).changed(precision=precision)
         kinds |= set(precision.values())
         ours.apply(plan)
-        plain.apply(plan)
+        plain.apply(on_one_rank(plan))
         apart.append(abs(ours.run(1).loss - plain.run(1).loss))
     return {"loss_apart": max(apart), "kinds": len(kinds)}
 
 
-def whole(engine: DeepSpeedEngine) -> list[torch.Tensor]:
+def whole(engine: RankEngine) -> list[torch.Tensor]:
     """Return the model's parameters, gathered from all ranks."""
+    if isinstance(engine, Fsdp2Engine):
+        engine.ranked.settle()
+        return [parameter.detach().full_tensor() for parameter in engine.model.parameters()]  # type: ignore[attr-defined]
+    assert isinstance(engine, DeepSpeedEngine)
     import deepspeed
 
     parameters = list(engine.model.parameters())
@@ -106,17 +128,17 @@ def farthest(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def equals_torch(stage: int, steps: int, **changes: Any) -> dict[str, Any]:
+def equals_torch(layout: str, steps: int, **changes: Any) -> dict[str, Any]:
     """Train under a random plan at every step, and train the same with plain torch in this process."""
     options = EngineOptions(meter_memory=False, statistics_every=7)
-    ours = DeepSpeedEngine(make(**changes), zero_stage=stage, options=options)
+    ours = engine_of(layout, make(**changes), options=options)
     plain = TorchEngine(make(**changes), options=options)
     draw, windows, switches = random.Random(5), [], 0
     for _ in range(steps):
         plan = at_random(ours.space, draw)
         switches += plan != ours.plan
         ours.apply(plan)
-        plain.apply(plan)
+        plain.apply(on_one_rank(plan))
         windows.append((ours.run(1), plain.run(1)))
     apart = [abs(one.loss - other.loss) for one, other in windows]
     norms = [
@@ -144,17 +166,17 @@ def equals_torch(stage: int, steps: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def adaptive_equals_torch(stage: int, steps: int) -> dict[str, Any]:
+def adaptive_equals_torch(layout: str, steps: int) -> dict[str, Any]:
     """Do the same under adaptive batching, where the learning rate follows k."""
-    found = equals_torch(stage, steps, batching="adaptive", lr_rule="sqrt")
+    found = equals_torch(layout, steps, batching="adaptive", lr_rule="sqrt")
     return {name: found[name] for name in ("apart", "loss_apart", "norm_apart", "samples", "failures")}
 
 
-def storage_is_exact(stage: int, steps: int) -> dict[str, Any]:
+def storage_is_exact(layout: str, steps: int) -> dict[str, Any]:
     """Train twice with dropout: unchanged, and with random units recomputed."""
     digests, recomputed = [], 0
     for switching in (False, True):
-        engine = DeepSpeedEngine(make(dropout=0.1), zero_stage=stage, options=EngineOptions(meter_memory=False))
+        engine = engine_of(layout, make(dropout=0.1), options=EngineOptions(meter_memory=False))
         draw = random.Random(2)
         for _ in range(steps):
             if switching:
@@ -166,7 +188,7 @@ def storage_is_exact(stage: int, steps: int) -> dict[str, Any]:
     return {"digests": digests, "recomputed": recomputed}
 
 
-def troubles(stage: int, steps: int) -> dict[str, Any]:
+def troubles(layout: str, steps: int) -> dict[str, Any]:
     """Train with nonfinite losses on one rank, and restore a snapshot."""
     import torch.distributed as dist
 
@@ -176,7 +198,7 @@ def troubles(stage: int, steps: int) -> dict[str, Any]:
         found = loss(model, batch)
         return found * float("nan") if bad["rank"] == dist.get_rank() else found
 
-    engine = DeepSpeedEngine(make(loss=troubled), zero_stage=stage)
+    engine = engine_of(layout, make(loss=troubled))
     engine.apply(engine.space.plan(accumulation_steps=2, precision=engine.space.precisions[0]))
     engine.run(steps)
     before = digest(whole(engine))
@@ -205,7 +227,7 @@ def troubles(stage: int, steps: int) -> dict[str, Any]:
     }
 
 
-def other_arguments(stage: int, _steps: int) -> dict[str, Any]:
+def other_arguments(layout: str, _steps: int) -> dict[str, Any]:
     """Start ranks with different seeds."""
     import torch.distributed as dist
 
@@ -213,7 +235,7 @@ def other_arguments(stage: int, _steps: int) -> dict[str, Any]:
 
     dist.init_process_group("gloo")
     try:
-        DeepSpeedEngine(make(), zero_stage=stage, seed=dist.get_rank())
+        engine_of(layout, make(), seed=dist.get_rank())
     except InputError as error:
         return {"refused": str(error)}
     return {}
@@ -221,9 +243,9 @@ def other_arguments(stage: int, _steps: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run the parts that the arguments name, and write the results of each rank."""
-    folder, what, stage, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    folder, what, layout, steps = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
     torch.set_num_threads(1)
-    found = {name: globals()[name](stage, steps) for name in what.split(",")}
+    found = {name: globals()[name](layout, steps) for name in what.split(",")}
     import torch.distributed as dist
 
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))

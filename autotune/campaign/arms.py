@@ -66,7 +66,7 @@ def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:
     path = Path(name)
     if path.suffix == ".json":
         plan = space.load(path, where=str(path))
-        chosen = replace(plan.launch, zero_stage=None)
+        chosen = plan.launch.on_one_rank
         if job.launch != Launch() and chosen not in (Launch(), job.launch):
             raise InputError(
                 f"the plan is launched with {suffix(chosen)}, and the job with {suffix(job.launch)}",

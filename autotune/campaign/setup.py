@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autotune import extras
@@ -72,7 +72,7 @@ class Campaign:
     @property
     def launch(self) -> Launch:
         """Return the launch options of the campaign's plans."""
-        return self.job.launch if self.ranks is None else replace(self.job.launch, zero_stage=self.ranks.zero_stage)
+        return self.job.launch if self.ranks is None else self.ranks.launched(self.job.launch)
 
 
 def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Reporter) -> Campaign:

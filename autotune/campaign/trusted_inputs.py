@@ -95,7 +95,13 @@ class TrustedInputs:
         config = self._supplied(recorded.config, self.ds_config, "--ds-config", "its DeepSpeed configuration")
         if digest_of(config) != recorded.config:
             raise self._refusal("--ds-config differs", "the configuration of the original command")
-        return RankOptions(count=recorded.count, zero_stage=recorded.zero_stage, config=config, engine=recorded.engine)
+        return RankOptions(
+            count=recorded.count,
+            zero_stage=recorded.zero_stage,
+            config=config,
+            mesh=recorded.mesh,
+            engine=recorded.engine,
+        )
 
     def cluster_options(self, recorded: Cluster | None) -> ClusterOptions | None:
         """Return the cluster at the caller's address; ``None`` for this machine."""

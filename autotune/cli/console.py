@@ -101,15 +101,23 @@ JobArgument = Annotated[
 ]
 RUNS = Path("runs")
 
-EngineOption = Annotated[str, typer.Option("--engine", help="Training engine: torch, or deepspeed for several ranks.")]
+EngineOption = Annotated[
+    str, typer.Option("--engine", help="Training engine: torch; for several ranks, deepspeed or fsdp2.")
+]
 DEFAULT_RANKS = 2
 RanksOption = Annotated[
     int | None,
-    typer.Option("--ranks", min=1, max=256, help="With deepspeed: number of ranks on this machine (default 2)."),
+    typer.Option(
+        "--ranks", min=1, max=256, help="With deepspeed or fsdp2: number of ranks on this machine (default 2)."
+    ),
 ]
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--ds-config", callback=input_path, help="With deepspeed: your own configuration (JSON file)."),
+]
+MeshOption = Annotated[
+    str | None,
+    typer.Option("--mesh", help="With fsdp2: replicas and shards, such as dp=2,shard=2 (default: shards alone)."),
 ]
 
 
@@ -230,7 +238,9 @@ class Bars:
             self._task = None
 
 
-def ranks(engine: str, count: int | None, zero_stage: str, config: Path | None) -> RankOptions | None:
+def ranks(
+    engine: str, count: int | None, zero_stage: str, config: Path | None, mesh: str | None = None
+) -> RankOptions | None:
     """Return the options of an engine that runs on several ranks; ``None`` for the default engine.
 
     Args:
@@ -238,27 +248,36 @@ def ranks(engine: str, count: int | None, zero_stage: str, config: Path | None) 
         count: value of ``--ranks``; ``None`` for the default.
         zero_stage: value of ``--zero-stage``; ``all`` becomes stage 0.
         config: value of ``--ds-config``.
+        mesh: value of ``--mesh``; ``all`` becomes the mesh of replicas alone.
 
     Raises:
         InputError: if an option is invalid, or cannot be combined with the engine.
     """
     from autotune.engines.registry import DEFAULT_ENGINE, ENGINES, RankOptions
     from autotune.io.files import read_json
+    from autotune.mesh import Mesh
 
     if engine not in ENGINES:
         raise InputError(f"engine is {engine!r}", where="--engine", allowed=list(ENGINES))
+    own = {"--zero-stage": None if zero_stage == "0" else zero_stage, "--ds-config": config}
+    given: dict[str, dict[str, object]] = {
+        "torch": {"--ranks": count, **own, "--mesh": mesh},
+        "deepspeed": {"--mesh": mesh},
+        "fsdp2": {**own},
+    }
+    foreign = [name for name, value in given.get(engine, {}).items() if value is not None]
+    if foreign:
+        others = [f"--engine {name}" for name, barred in given.items() if not barred.keys() & set(foreign)]
+        raise InputError(f"--engine {engine} cannot be combined with {', '.join(foreign)}", allowed=others)
     if engine == DEFAULT_ENGINE:
-        options = {"--ranks": count, "--zero-stage": None if zero_stage == "0" else zero_stage, "--ds-config": config}
-        given = [name for name, value in options.items() if value is not None]
-        if given:
-            raise InputError(f"--engine torch cannot be combined with {', '.join(given)}", allowed="--engine deepspeed")
         return None
     if zero_stage not in ("0", "1", "2", "3", "all"):
         raise InputError(f"ZeRO stage is {zero_stage!r}", where="--zero-stage", allowed="0, 1, 2, 3, all")
-    stage = 0 if zero_stage == "all" else int(zero_stage)
+    size = DEFAULT_RANKS if count is None else count
     return RankOptions(
-        count=DEFAULT_RANKS if count is None else count,
-        zero_stage=stage,
+        count=size,
+        zero_stage=0 if zero_stage == "all" else int(zero_stage),
         config=None if config is None else read_json(config),
+        mesh=str(Mesh.all_of(size)[0]) if mesh == "all" else mesh,
         engine=engine,
     )

@@ -15,6 +15,7 @@ from autotune.cli.console import (
     JobArgument,
     JsonOption,
     LeanOption,
+    MeshOption,
     RanksOption,
     RunsOption,
 )
@@ -49,6 +50,7 @@ def command(
     ranks: RanksOption = None,
     zero_stage: Annotated[str, typer.Option("--zero-stage", help="With deepspeed: ZeRO stage 0, 1, 2 or 3.")] = "0",
     ds_config: ConfigOption = None,
+    mesh: MeshOption = None,
     seed: Annotated[
         int,
         typer.Option("--seed", min=0, max=LARGEST_SEED, help="Random seed for weights, batches and calibration plans."),
@@ -59,10 +61,12 @@ def command(
     """Measure the cost of every unit of a job, so that the time and memory of any plan can be predicted."""
     from autotune.profiling.profile_index import indexed_profile
 
-    rank_options = shared.ranks(engine, ranks, zero_stage, ds_config)
-    if rank_options is not None and (validate or convergence or zero_stage == "all"):
-        option = "--zero-stage all" if zero_stage == "all" else "--validate or --convergence"
-        raise InputError(f"--engine deepspeed cannot be combined with {option}: only one stage is profiled")
+    rank_options = shared.ranks(engine, ranks, zero_stage, ds_config, mesh)
+    if rank_options is not None and "all" in (zero_stage, mesh):
+        option = "--mesh" if mesh == "all" else "--zero-stage"
+        raise InputError(f"{option} is all: only one layout of the ranks is profiled at a time", where=option)
+    if rank_options is not None and (validate or convergence):
+        raise InputError(f"--engine {engine} cannot be combined with --validate or --convergence")
     known = None if fresh or validate or convergence or rank_options else indexed_profile(job, runs_dir, lean=lean)
     if known is not None:
         _show(known[0], known[1], {}, cached=True, as_json=as_json)

@@ -64,6 +64,10 @@ def command(
         str, typer.Option("--zero-stage", help="With deepspeed: ZeRO stage 0, 1, 2 or 3, or all to choose the fastest.")
     ] = "0",
     ds_config: ConfigOption = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option("--mesh", help="With fsdp2: replicas and shards, such as dp=2,shard=2, or all to choose."),
+    ] = None,
     cluster: ClusterOption = None,
     worker_cores: WorkerCoresOption = 1,
     storage: StorageOption = None,
@@ -93,7 +97,7 @@ def command(
     from autotune.campaign.trusted_inputs import TrustedInputs
     from autotune.records.requests import Cluster, Ranks, TuneRequest, recorded_address
 
-    rank_options = shared.ranks(engine, ranks, zero_stage, ds_config)
+    rank_options = shared.ranks(engine, ranks, zero_stage, ds_config, mesh)
     workers = shared.cluster(cluster, worker_cores)
     request = TuneRequest(
         job=job,
@@ -121,8 +125,8 @@ def command(
         ds_config=None if rank_options is None else rank_options.config,
     )
     output = shared.console(as_json=as_json)
-    every_stage = rank_options is not None and zero_stage == "all" and workers is None
-    run = commands.tune_stages if every_stage else commands.run_tuning
+    every_layout = rank_options is not None and "all" in (zero_stage, mesh) and workers is None
+    run = commands.tune_layouts if every_layout else commands.run_tuning
     if launches is not None:
         if rank_options is not None or workers is not None or isolate:
             problem = "cannot be combined with ranks, a cluster or --isolate: plans are measured in turn in one process"

@@ -6,7 +6,7 @@ from autotune.commands.comparing import compare, run_comparison
 from autotune.commands.reproducing import reproduce
 from autotune.commands.resuming import compare_jobs, resume
 from autotune.commands.training import FineTuneRequest, TrainRequest, fine_tune, train
-from autotune.commands.tuning import run_tuning, tune, tune_launches, tune_stages
+from autotune.commands.tuning import run_tuning, tune, tune_launches, tune_layouts
 
 __all__ = [
     "FineTuneRequest",
@@ -21,5 +21,5 @@ __all__ = [
     "train",
     "tune",
     "tune_launches",
-    "tune_stages",
+    "tune_layouts",
 ]

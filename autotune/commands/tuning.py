@@ -21,6 +21,7 @@ from autotune.io.documents import validated
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.launching import canonical, launched, split, suffix
+from autotune.mesh import Mesh
 from autotune.plan import Plan
 from autotune.records.requests import Cluster, Ranks, TuneRequest, recorded_address, reference_of
 
@@ -132,28 +133,35 @@ def run_tuning(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporte
     return tuning_campaign.tune(prepare(request, trusted, runs, reporter), request.method)
 
 
-def tune_stages(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporter: Reporter) -> dict[str, Any]:
-    """Tune a job at every ZeRO stage in turn, and return the fastest plan of all stages.
+def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporter: Reporter) -> dict[str, Any]:
+    """Tune a job with every layout of its ranks in turn, and return the fastest plan of all.
+
+    With DeepSpeed, a layout is a ZeRO stage; with FSDP2, it is a mesh of replicas and shards.
 
     Args:
-        request: the request, with ranks of any stage. A memory budget that is a share refers to the baseline's peak at
-            stage 0, for all stages.
+        request: the request, with ranks of any layout. A memory budget that is a share refers to the baseline's peak
+            with the first layout, in which every rank has the whole model, for all.
         trusted: inputs that the caller supplies for the request.
         runs: folder in which the run directories are made.
         reporter: shows progress.
 
     Returns:
-        The document of the fastest stage, with ``stages``: the measurements at each stage, or why it was refused.
+        The document of the fastest layout, with ``stages`` or ``meshes``: the measurements with each, or why it was
+        refused.
 
     Raises:
-        InputError: for wrong input, or for a budget that no stage meets.
+        InputError: for wrong input, or for a budget that no layout meets.
     """
     assert request.ranks is not None
-    ranks = request.ranks
-    stages = {str(stage): (replace(request, ranks=replace(ranks, zero_stage=stage)), trusted) for stage in STAGES}
-    found, told = _tune_each(stages, "ZeRO stage", runs, reporter)
+    ranks, meshed = request.ranks, request.ranks.mesh is not None
+    if meshed:
+        layouts = {str(mesh): replace(ranks, mesh=str(mesh)) for mesh in Mesh.all_of(ranks.count)}
+    else:
+        layouts = {str(stage): replace(ranks, zero_stage=stage) for stage in STAGES}
+    asked = {name: (replace(request, ranks=layout), trusted) for name, layout in layouts.items()}
+    found, told = _tune_each(asked, "mesh" if meshed else "ZeRO stage", runs, reporter)
     best = max(found.values(), key=lambda document: document["measured"]["throughput"] or 0.0)
-    return {**best, "stages": told}
+    return {**best, "meshes" if meshed else "stages": told}
 
 
 def tune_launches(

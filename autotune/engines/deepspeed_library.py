@@ -21,10 +21,9 @@ import torch
 from torch import distributed
 
 from autotune import extras
-from autotune.engines.rendezvous import store_of_ranks
+from autotune.engines.rendezvous import join_ranks
 from autotune.errors import InputError
 from autotune.io.environment_variables import variable
-from autotune.mechanics import devices
 
 _EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 
@@ -59,23 +58,10 @@ def imported(device: str) -> ModuleType:
 
 def connect(library: ModuleType, device: str) -> None:
     """Join the process group of the ranks, or make one of this process alone."""
-    place = devices.rank_device(device, int(os.environ.get("LOCAL_RANK", "0")))
-    if distributed.is_initialized():
-        if not library.comm.is_initialized():
+    join_ranks(device)
+    if not library.comm.is_initialized():
+        with redirect_stdout(sys.stderr):
             library.init_distributed(dist_backend=distributed.get_backend(), auto_mpi_discovery=False)
-        return
-    from deepspeed.constants import default_pg_timeout
-
-    backend, store = devices.collective_backend(device), store_of_ranks(default_pg_timeout)
-    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    with redirect_stdout(sys.stderr):
-        if store is not None:
-            # Like DeepSpeed: a single rank needs no device for communication.
-            where = place if devices.is_accelerator(place) and world > 1 else None
-            distributed.init_process_group(
-                backend, store=store, rank=rank, world_size=world, timeout=default_pg_timeout, device_id=where
-            )
-        library.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
 
 
 def _compile(library: ModuleType) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -26,6 +26,8 @@ from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.rank_probe import RankProbe, RankUpdate
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision
+
+Value = TypeVar("Value")
 
 # Distance between the seeds of the ranks' generators, for example for dropout.
 _RANK_STRIDE = 7919
@@ -138,6 +140,13 @@ class RankEngine(TorchEngine):
         """
         raise EngineError(f"the gradient is spread over {self.world} ranks and cannot be returned")
 
+    def told(self, value: Value) -> Value:
+        """Return the value of rank 0."""
+        shared: list[Any] = [value]
+        distributed.broadcast_object_list(shared, src=0)
+        found: Value = shared[0]
+        return found
+
     def agreed(self, value: float) -> float:
         """Return the maximum of a value over all ranks."""
         shared = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -211,9 +220,7 @@ class RankEngine(TorchEngine):
         choices = space.accumulation_choices
         if space.k_splits:
             choices = tuple(k for k in choices if k * self.world <= self.job.batch_size)
-        told: list[Any] = [(precisions, self.locks)]
-        distributed.broadcast_object_list(told, src=0)
-        precisions, self.locks = told[0]
+        precisions, self.locks = self.told((precisions, self.locks))
         self.fp32_borders = "borders" in self.locks
         storages = tuple(one for one in space.storages if not one.approximates)
         self.space = replace(space, precisions=precisions, accumulation_choices=choices, storages=storages)

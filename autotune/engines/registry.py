@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.engines.deepspeed_config import STAGES
 from autotune.errors import InputError
+from autotune.mesh import MESH_FORM, Mesh
+from autotune.plan import Launch
 
 # The engine that needs no process of its own.
 DEFAULT_ENGINE = "torch"
@@ -43,6 +45,7 @@ ENGINES: dict[str, EngineEntry] = {
     "deepspeed": EngineEntry(
         "autotune.engines.deepspeed_engine", "DeepSpeedEngine", ("zero_stage", "config"), requires=("deepspeed",)
     ),
+    "fsdp2": EngineEntry("autotune.engines.fsdp2_engine", "Fsdp2Engine", ("mesh",)),
 }
 
 
@@ -54,12 +57,14 @@ class RankOptions:
         count: number of processes.
         zero_stage: ZeRO stage, 0 to 3.
         config: the user's own DeepSpeed configuration; ``None`` for none.
+        mesh: with FSDP2, replicas and shards such as ``dp=2,shard=2``; ``None`` shards over all processes.
         engine: the engine's name in :data:`ENGINES`.
     """
 
     count: int = 2
     zero_stage: int = 0
     config: Mapping[str, Any] | None = None
+    mesh: str | None = None
     engine: str = "deepspeed"
 
     def __post_init__(self) -> None:
@@ -71,6 +76,28 @@ class RankOptions:
             raise InputError(f"ranks is {self.count!r}", where=where, allowed="a whole number >= 1")
         if type(self.zero_stage) is not int or self.zero_stage not in STAGES:
             raise InputError(f"ZeRO stage is {self.zero_stage!r}", where=where, allowed=STAGES)
+        if self._mesh.ranks != self.count:
+            problem = f"mesh {self.mesh} is for {self._mesh.ranks} ranks, and there are {self.count}"
+            raise InputError(problem, where="--mesh", allowed=MESH_FORM)
+
+    @property
+    def layout(self) -> str:
+        """Return the layout of the ranks in a few words, such as ``zero-2`` or ``dp=2,shard=2``."""
+        return f"zero-{self.zero_stage}" if "zero_stage" in ENGINES[self.engine].options else str(self._mesh)
+
+    @property
+    def _mesh(self) -> Mesh:
+        return Mesh(shard=self.count) if self.mesh is None else Mesh.parse(self.mesh)
+
+    def launched(self, launch: Launch) -> Launch:
+        """Return the launch choices of a job's plans on these ranks.
+
+        Args:
+            launch: the job's own launch choices.
+        """
+        if "mesh" in ENGINES[self.engine].options:
+            return replace(launch, mesh=str(self._mesh))
+        return replace(launch, zero_stage=self.zero_stage)
 
     def arguments(self) -> dict[str, Any]:
         """Return the engine class's arguments beyond those common to all engines."""

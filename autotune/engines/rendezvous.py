@@ -44,6 +44,34 @@ def rank_environment(count: int, store: socket.socket) -> Mapping[str, str]:
     return {**threads, **_interfaces(), **number, **where, **_chosen("OMP_NUM_THREADS", *_INTERFACES)}
 
 
+def join_ranks(device: str, timeout: timedelta | None = None) -> None:
+    """Join the process group of the ranks, or make one of this process alone, unless there is a group.
+
+    Args:
+        device: ``cpu``, or an accelerator's type.
+        timeout: time to wait for the other ranks; ``None`` for torch's default.
+    """
+    from torch import distributed
+    from torch.distributed.constants import default_pg_timeout
+
+    from autotune.mechanics import devices
+
+    if distributed.is_initialized():
+        return
+    timeout = timeout or default_pg_timeout
+    store, world = store_of_ranks(timeout), int(os.environ["WORLD_SIZE"])
+    place = devices.rank_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    distributed.init_process_group(
+        devices.collective_backend(device),
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=world,
+        timeout=timeout,
+        # A single rank needs no device for communication.
+        device_id=place if devices.is_accelerator(place) and world > 1 else None,
+    )
+
+
 def store_of_ranks(timeout: timedelta) -> Store | None:
     """Return the store of the ranks that this package started; ``None`` if another launcher started this process.
 

@@ -152,6 +152,7 @@ class TorchEngine(EngineBase):
             space, self.locks = inspect_job(job, self.model, self._pending[0])
             super().__init__(space)
             self.fp32_borders = "borders" in self.locks
+            self.arranged()
             optimizer = build_optimizer(job, self.model)
             self._rates = LearningRates(job, optimizer, self.options.total_samples or job.total_samples)
         self.called: Any = self.model
@@ -164,6 +165,9 @@ class TorchEngine(EngineBase):
         self._reserved: dict[Plan, int] = {}
         self._steps_under_plan = 0
         controls.apply(self.model, self.plan)
+
+    def arranged(self) -> None:
+        """Arrange the model before its optimizer is built; overridden by engines that replace its parameters."""
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Return the update of the job's optimizer; overridden by engines that wrap the model."""

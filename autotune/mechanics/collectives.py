@@ -12,15 +12,17 @@ from typing import Any
 
 from torch import distributed
 
-# Operations by which data parallelism and ZeRO exchange gradients and weights.
+# Operations by which data parallelism, ZeRO and FSDP2 exchange gradients and weights; some are new in torch 2.13.
 _COLLECTIVES = (
     "all_reduce",
     "reduce",
     "broadcast",
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "reduce_scatter_single",
     "all_to_all_single",
     "barrier",
 )
@@ -122,7 +124,7 @@ def _settled(call: Call) -> Call:
 @contextmanager
 def _wrapped(wrap: Callable[[Call], Call]) -> Iterator[None]:
     """Wrap each collective while the body runs."""
-    places: list[tuple[Any, str]] = [(distributed, name) for name in _COLLECTIVES]
+    places: list[tuple[Any, str]] = [(distributed, name) for name in _COLLECTIVES if hasattr(distributed, name)]
     backend = getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None)
     places += [(backend, name) for name in _KEPT if getattr(backend, name, None) is not None]
     former = [getattr(place, name) for place, name in places]

@@ -154,15 +154,27 @@ class StepWatch:
             if isinstance(module, torch.jit.ScriptModule):
                 # It does not allow hooks: its calls count as part of the code around them.
                 continue
-            entering, leaving = (
-                WatchingHook(do, watched=module, copies=self._copies) for do in (self._entering(name), self._left)
-            )
-            for handle in (
-                module.register_forward_pre_hook(entering, with_kwargs=True),
-                module.register_forward_hook(leaving, with_kwargs=True),
-            ):
+            for handle in self._hooked(module, name):
                 self._hooks.callback(handle.remove)
         return self
+
+    def _hooked(self, module: nn.Module, name: str) -> list[Any]:
+        """Register the hooks of a unit, and return their handles.
+
+        A unit of ``fully_shard()`` gathers and releases its weights in hooks of its own, which count as part of the
+        unit in both passes: in forward, they run between these hooks, and in backward, after the unit is entered.
+        """
+
+        def hook(do: Callable[..., None]) -> WatchingHook:
+            return WatchingHook(do, watched=module, copies=self._copies)
+
+        gathers = hasattr(module, "unshard")
+        looks: list[tuple[Callable[..., None], bool]]
+        looks = [(self._returned, True), (self._left, False)] if gathers else [(self._returned_and_left, False)]
+        return [
+            module.register_forward_pre_hook(hook(self._entering(name)), with_kwargs=True, prepend=gathers),
+            *(module.register_forward_hook(hook(do), with_kwargs=True, prepend=first) for do, first in looks),
+        ]
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
@@ -202,13 +214,21 @@ class StepWatch:
 
         return enter
 
-    def _left(self, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        # A call that began unobserved has no place.
-        if not self._watching() or self.place.segment % 2 == 0:
-            return
-        call = len(self.calls[-1]) - 1
-        self._look("output", call, output, (args, kwargs))
-        self._go(Place(self.place.micro_batch, "forward", 2 * call + 2))
+    def _returned_and_left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._returned(module, args, kwargs, output)
+        self._left()
+
+    def _returned(self, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._is_inside():
+            self._look("output", len(self.calls[-1]) - 1, output, (args, kwargs))
+
+    def _left(self, *_: object) -> None:
+        if self._is_inside():
+            self._go(Place(self.place.micro_batch, "forward", 2 * len(self.calls[-1])))
+
+    def _is_inside(self) -> bool:
+        """Return whether a unit's call is observed; one that began unobserved has no place."""
+        return self._watching() and self.place.segment % 2 == 1
 
     def _watching(self) -> bool:
         if not self.places or self.place.phase != "forward" or threading.get_ident() != self.thread:

@@ -39,7 +39,7 @@ class StorageAct(Protocol):
 
 logger = logging.getLogger(__name__)
 
-# Every storage but ``save``, which calls the forward as it is.
+# Every storage but ``save`` and ``gathered``, which call the forward as it is; an engine keeps weights gathered.
 ACTS: Mapping[Storage, StorageAct] = {
     **{one: functools.partial(compiled, budget=one.compile_budget) for one in COMPILED_STORAGES},
     Storage.SELECTIVE: functools.partial(selective, costly=False),
@@ -47,6 +47,7 @@ ACTS: Mapping[Storage, StorageAct] = {
     Storage.COMPRESS4: functools.partial(compressed, bits=4),
     Storage.REBUILD: functools.partial(selective, costly=True),
     Storage.OFFLOAD: offloaded,
+    Storage.GATHERED_RECOMPUTE: Recomputation.run,
     Storage.RECOMPUTE: Recomputation.run,
 }
 
@@ -83,10 +84,13 @@ def excluded(asked: Iterable[str] | None, no_copies_beside: str = "") -> dict[St
     """
     wanted = [storage for storage in STORAGES if storage in _named(asked)]
     uncompiled = (missing_compiler() or "") if any(one in COMPILED_STORAGES for one in wanted) else ""
-    reasons = {
-        one: uncompiled if one in COMPILED_STORAGES else no_copies_beside * one.needs_accelerator for one in wanted
-    }
-    return {storage: reason for storage, reason in reasons.items() if reason}
+
+    def reason(storage: Storage) -> str:
+        if storage.keeps_gathered:
+            return "no weights are sharded; --engine fsdp2 shards them"
+        return uncompiled if storage in COMPILED_STORAGES else no_copies_beside * storage.needs_accelerator
+
+    return {storage: why for storage in wanted if (why := reason(storage))}
 
 
 def _named(asked: Iterable[str] | None) -> set[str]:

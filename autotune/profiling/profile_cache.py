@@ -94,7 +94,7 @@ class Ranked:
     @property
     def kind(self) -> str:
         """Return the suffix of the profile's file name."""
-        return f"-{self.options.count}-ranks-zero-{self.options.zero_stage}"
+        return f"-{self.options.count}-ranks-{self.options.layout}"
 
 
 def cached_profile(

@@ -36,12 +36,14 @@ class Ranks:
         count: number of processes.
         zero_stage: ZeRO stage.
         config: SHA-256 of the user's DeepSpeed configuration, which may contain secrets; ``None`` without one.
+        mesh: with FSDP2, replicas and shards; ``None`` for shards alone, or with another engine.
         engine: name of the engine.
     """
 
     count: Annotated[int, Interval(ge=1, le=256)]
     zero_stage: Annotated[int, Interval(ge=0, le=3)]
     config: Text | None = None
+    mesh: Text | None = None
     engine: Text = "deepspeed"
 
     @classmethod
@@ -53,6 +55,7 @@ class Ranks:
             count=options.count,
             zero_stage=options.zero_stage,
             config=digest_of(options.config),
+            mesh=options.mesh,
             engine=options.engine,
         )
 

@@ -150,7 +150,9 @@ def _command_of(run: CampaignRun) -> str:
     parts += [switch for switch, given in switches.items() if given]
     if asked.ranks is not None:
         ranks = asked.ranks
-        parts += ["--engine", ranks.engine, "--ranks", str(ranks.count), "--zero-stage", str(ranks.zero_stage)]
+        parts += ["--engine", ranks.engine, "--ranks", str(ranks.count)]
+        parts += ["--zero-stage", str(ranks.zero_stage)] if ranks.engine == "deepspeed" else []
+        parts += [] if ranks.mesh is None else ["--mesh", ranks.mesh]
         parts += [] if ranks.config is None else ["--ds-config", "FILE"]
     elif asked.cluster is not None:
         parts += ["--cluster", asked.cluster.address, "--worker-cores", str(asked.cluster.cores)]

@@ -54,7 +54,7 @@ def to_deepspeed(launched: Launched) -> Export:
             f"{' and '.join(f'{len(names)} units are {one.label} ({_listed(names)})' for one, names in stored)}: "
             f"after deepspeed.initialize, {'tuner = ' * places}{how}"
         )
-    if held := own_launch(plan.changed(launch=replace(plan.launch, zero_stage=None))):
+    if held := own_launch(plan.changed(launch=plan.launch.on_one_rank)):
         notes.append(f"not included: {held}")
     files["ds_config.json"] = config
     command = f"torchrun --nproc-per-node {launched.ranks} train.py --deepspeed --deepspeed_config ds_config.json"

@@ -91,7 +91,7 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
         ended=_block(2, ["scheduled.advance()", ""]) if job.scheduler is not None else "",
     )
     # The arithmetic of fp32 and some knobs are settings of the process, so the script cannot get them from the job.
-    alone, asked = (replace(one, zero_stage=None, fp32=None) for one in (job.launch, plan.launch))
+    alone, asked = (replace(one.on_one_rank, fp32=None) for one in (job.launch, plan.launch))
     settings = knobs.of_process(plan.launch.knobs)
     own = Launch(fp32=plan.launch.fp32, knobs=settings) if asked == alone else plan.launch
     held = own_launch(plan.changed(launch=own))

@@ -1,0 +1,291 @@
+"""Shard a model over ranks with torch's ``fully_shard`` (FSDP2), unit by unit, and update the shards.
+
+A mesh has up to two dimensions: replicas, between which gradients are averaged, and shards, between which weights,
+gradients and optimizer state are divided. One dimension of replicas is data parallelism (DDP), one of shards is full
+sharding, and both are hybrid sharding (HSDP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from autotune.mechanics.gradient_stats import GradientProbe
+from autotune.mechanics.memory_meter import resident_tensors
+from autotune.mechanics.rank_probe import RankProbe, RankUpdate
+from autotune.mechanics.trees import map_tensors, tensors
+from autotune.mesh import Mesh
+
+# A tensor of which this rank has a part, in a snapshot.
+_PART = "part_of_rank"
+
+
+class FullyShardedUpdate(RankUpdate):
+    """Updates of a model that :func:`spread` has spread over ranks.
+
+    Gradients of shards are reduced after each micro-batch, so that no rank ever has the whole gradient; those of
+    replicas are averaged after the last.
+
+    Args:
+        model: the model, spread over ranks.
+        optimizer: the job's optimizer, over the model's parameters as they are now.
+        mesh: the layout of the ranks.
+        clip_norm: norm at which gradients are clipped; ``None`` for no clipping.
+        device_type: the device's type.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        *,
+        clip_norm: float | None,
+        device_type: str,
+    ) -> None:
+        super().__init__(optimizer, clip_norm=clip_norm, device_type=device_type, order=model.parameters())
+        self.model = model
+        self.copies = mesh.dp
+        self._mesh = mesh
+        self._left = 0
+        self._gathering = [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    def begin(self, micro_batches: int) -> None:
+        """Set the number of micro-batches that each rank runs in the next update."""
+        # Weights that a forward pass without a backward pass has gathered are older than the last update.
+        self.settle()
+        self._left = micro_batches
+        self._mark()
+
+    def backward(self, loss: torch.Tensor, weight: float) -> None:
+        """Accumulate the gradient of one micro-batch, and reduce it between shards."""
+        super().backward(loss, weight)
+        self._left -= 1
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._mesh.dp == 1:
+            return
+        root: Any = self.model
+        if self._mesh.shard == 1:
+            root.set_requires_gradient_sync(self._left <= 1)
+        else:
+            root.set_requires_all_reduce(self._left <= 1)
+
+    def shards(self) -> list[tuple[int, torch.Tensor]]:
+        """Return this rank's part of the reduced gradient, with the parameters' indices; empty parts are left out."""
+        found = [(index, _local(p.grad)) for index, p in enumerate(self.parameters) if p.grad is not None]
+        return [(index, gradient) for index, gradient in found if gradient.numel()]
+
+    def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return this rank's weights and buffers by name."""
+        self.settle()
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: _local(tensor) for name, tensor in named.items()}
+
+    def resident(self, model: nn.Module, batches: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the tensors that are alive on this rank before a step begins."""
+        self.settle()
+        return resident_tensors(model, self.optimizer, batches)
+
+    def settle(self) -> None:
+        """Release gathered weights, so that none is older than its shard."""
+        for module in self._gathering:
+            module.reshard()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return this rank's part of the optimizer's state, without references to the mesh."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return {**state, "state": {key: _parts_of(entry) for key, entry in state["state"].items()}}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Restore the result of :meth:`optimizer_state` on this rank of a mesh of the same layout."""
+        own = [p for group in self.optimizer.param_groups for p in group["params"]]
+        entries = {key: _whole_of(entry, own[key]) for key, entry in state["state"].items()}
+        self.optimizer.load_state_dict({**state, "state": entries})
+
+
+class FullyShardedProbe(RankProbe):
+    """Probe of one optimizer step of a model that is spread over ranks.
+
+    A sharded weight's gradient belongs to the gathered weight, which exists only from the forward pass of its module
+    on. Hooks are therefore registered in the first forward pass of the step.
+
+    Args:
+        model: the model.
+        update: the update of the step.
+        bearing: for every micro-batch of every rank, in order of ranks, whether it has loss-bearing items.
+    """
+
+    def __init__(self, model: nn.Module, update: RankUpdate, bearing: Sequence[bool]) -> None:
+        super().__init__(update, bearing)
+        self._model = model
+        places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._unnoted = {
+            name: place for name, one in model.named_parameters() if (place := places.get(id(one))) is not None
+        }
+
+    def __enter__(self) -> GradientProbe:
+        for name, module in self._model.named_modules():
+            if _is_spread(module):
+                self._handles.append(module.register_forward_pre_hook(self._watch(name)))
+        return self
+
+    def _watch(self, prefix: str) -> Callable[..., None]:
+        def gathered(module: nn.Module, _args: object) -> None:
+            for key, parameter in module.named_parameters(prefix=prefix):
+                if key in self._unnoted and not isinstance(parameter, DTensor):
+                    self._handles.append(parameter.register_hook(self._note(self._unnoted.pop(key))))
+
+        return gathered
+
+
+def spread(model: nn.Module, names: Iterable[str], mesh: Mesh, device_type: str) -> None:
+    """Spread a model over ranks in place: each named module with its weights, then all other weights together.
+
+    Args:
+        model: the model, which must be the same on each rank.
+        names: modules that gather and release their weights by themselves; they must not overlap.
+        mesh: the layout of the ranks.
+        device_type: the device's type.
+    """
+    where = _devices(mesh, device_type)
+    act: Any = replicate if mesh.shard == 1 and mesh.dp > 1 else fully_shard
+    for module in [*(model.get_submodule(name) for name in names), model]:
+        gathers = act(module, mesh=where)
+        if device_type == "cpu":
+            # It would gather weights before they are needed, to no use where nothing runs beside the computation.
+            gathers.set_modules_to_backward_prefetch([gathers])
+
+
+def self_contained(model: nn.Module, names: Sequence[str], run: Callable[[], object]) -> list[str]:
+    """Return the modules whose weights are used by their own forward alone, and are not shared with others.
+
+    Only their weights can be gathered when they are called, and released after that. A module whose output is written
+    to in place is left out, too: the write may remove the hook on the output that gathers weights for backward.
+
+    Args:
+        model: the model, before it is spread.
+        names: names of modules that do not overlap.
+        run: function that runs the model once.
+    """
+    owners: dict[int, set[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        inside = next((one for one in names if name == one or name.startswith(f"{one}.")), "")
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(inside)
+    shared = {one for found in owners.values() if len(found) > 1 for one in found}
+    own = {key: next(iter(found)) for key, found in owners.items() if len(found) == 1}
+    used = _UsedElsewhere(own)
+    handles = [hook for name in names for hook in used.watch(model.get_submodule(name), name)]
+    try:
+        with used:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [name for name in names if name in used.called and name not in shared | used.found | used.written()]
+
+
+class _UsedElsewhere(TorchFunctionMode):
+    """Mode that finds the modules whose weights are used while none of them runs.
+
+    Args:
+        own: the name of the module that each weight belongs to, by the weight's id.
+
+    Attributes:
+        found: names of the modules whose weights were used elsewhere.
+        called: names of the modules that were called.
+    """
+
+    def __init__(self, own: Mapping[int, str]) -> None:
+        super().__init__()
+        self._own = own
+        self._running: list[str] = []
+        self.found: set[str] = set()
+        self.called: set[str] = set()
+        # Each output's module and version when it was returned.
+        self._outputs: list[tuple[str, torch.Tensor, int]] = []
+
+    def watch(self, module: nn.Module, name: str) -> list[Any]:
+        """Watch a module's calls until the returned handles are removed."""
+
+        def begin(*_: object) -> None:
+            self._running.append(name)
+            self.called.add(name)
+
+        def end(_module: nn.Module, _args: object, output: Any) -> None:
+            self._running.pop()
+            self._outputs += [(name, one, one._version) for one in tensors(output)]
+
+        return [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
+
+    def written(self) -> set[str]:
+        """Return the names of the modules whose outputs were written to in place."""
+        return {name for name, output, version in self._outputs if output._version != version}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Reading an attribute, such as a dtype, needs no gathered weight.
+        if getattr(func, "__name__", "") != "__get__":
+            names = {self._own.get(id(value), "") for value in tensors([args, kwargs or {}])}
+            self.found |= names.difference(self._running, {""})
+        return func(*args, **(kwargs or {}))
+
+
+def _devices(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """Return the mesh of devices, for which all ranks must call this."""
+    sizes = {"dp": mesh.dp, "shard": mesh.shard}
+    names = tuple(name for name, size in sizes.items() if size > 1) or ("shard",)
+    return init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+
+
+def keep_gathered(model: nn.Module, names: Mapping[str, bool]) -> None:
+    """Set for each named module whether its weights stay gathered from its forward to its backward pass."""
+    for name, keeps in names.items():
+        module: Any = model.get_submodule(name)
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(not keeps, recurse=False)
+
+
+def _is_spread(module: nn.Module) -> bool:
+    """Return whether a module gathers weights of its own."""
+    return isinstance(module, FSDPModule)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _parts_of(entry: Any) -> Any:
+    """Replace each distributed tensor in nested containers by this rank's part and its shape."""
+
+    def part(leaf: torch.Tensor) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        sharded = [one.dim if isinstance(one, Shard) else -1 for one in leaf.placements]
+        return {_PART: _local(leaf), "shape": list(leaf.shape), "stride": list(leaf.stride()), "sharded": sharded}
+
+    return map_tensors(part, entry)
+
+
+def _whole_of(entry: Any, parameter: Any) -> Any:
+    """Return the entry from which :func:`_parts_of` made this one, on the mesh of a parameter."""
+    if isinstance(entry, dict) and _PART in entry:
+        placements = [Replicate() if dim < 0 else Shard(dim) for dim in entry["sharded"]]
+        shape, stride = torch.Size(entry["shape"]), tuple(entry["stride"])
+        return DTensor.from_local(
+            entry[_PART], parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+    if isinstance(entry, dict):
+        return {key: _whole_of(value, parameter) for key, value in entry.items()}
+    return entry
