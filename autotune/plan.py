@@ -444,6 +444,8 @@ class PlanSpace:
                     if choice in STORAGES and choice not in DEFAULT_STORAGES:
                         needs = " or this device cannot do" if Storage(choice).needs_accelerator else ""
                         asked = f", which {STORAGES_VARIABLE} does not name{needs}"
+                        if Storage(choice).keeps_gathered:
+                            asked = ", which needs weights that are sharded over ranks (--engine fsdp2)"
                     problem = f"{key} of {name!r} is {str(choice)!r}{asked}"
                     raise PlanError(problem, where=where, allowed=sorted(allowed))
                 if choice in self.locked.get(name, ()):

@@ -36,6 +36,10 @@ from autotune.profiling.profiler import ProfilerOptions
 from autotune.stats import paired_ratio
 
 
+# Factor on the time of a family's fastest arm within which a second one is measured, too.
+_NEARLY = 1.2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerBenchSettings:
     """Settings of the peers benchmark.
@@ -96,8 +100,8 @@ def bench_peers(reference: str, runs: Path, settings: PeerBenchSettings, reporte
         for number, candidate in enumerate(others, 1):
             arms.append(survey(candidate))
             rivals = [*kept, arms[-1]]
-            best = [baseline, *(_best(rivals, {family}, budget) for family in families for budget in budgets)]
-            kept = [arm for arm in rivals if arm in best]
+            leading = [_leaders(rivals, {family}, budget) for family in families for budget in budgets]
+            kept = [arm for arm in rivals if arm is baseline or any(arm in leaders for leaders in leading)]
             for arm in rivals:
                 if arm not in kept:
                     arm.close()
@@ -144,10 +148,19 @@ def _take_turns(arms: Sequence[Arm], rounds: int, reporter: Reporter) -> None:
         reporter.advance(number + 1)
 
 
+def _leaders(arms: Iterable[Arm], families: Collection[str], budget: int) -> list[Arm]:
+    """Return the fastest arm of some families that fits a budget, and a second one if it is nearly as fast.
+
+    Few steps cannot tell which of them is faster.
+    """
+    fitting = [arm for arm in arms if arm.candidate.families & set(families) and arm.fits(budget)]
+    first_two = sorted(fitting, key=lambda arm: arm.seconds_per_step)[:2]
+    return [arm for arm in first_two if arm.seconds_per_step <= _NEARLY * first_two[0].seconds_per_step]
+
+
 def _best(arms: Iterable[Arm], families: Collection[str], budget: int) -> Arm | None:
     """Return the fastest arm of some families that fits a budget; ``None`` if none does."""
-    fitting = [arm for arm in arms if arm.candidate.families & set(families) and arm.fits(budget)]
-    return min(fitting, key=lambda arm: arm.seconds_per_step, default=None)
+    return next(iter(_leaders(arms, families, budget)), None)
 
 
 def _judged(

@@ -9,6 +9,10 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.catalog import load_job
+from autotune.engines.engine import Engine
+from autotune.engines.isolated_engine import IsolatedEngine
+from autotune.engines.registry import RankOptions
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import AutotuneError
 from autotune.io.progress import Reporter
@@ -60,13 +64,19 @@ def side_by_side(found: Mapping[str, tuple[Job, Plan]], seed: int, reporter: Rep
     return {name: paired_ratio(own, timed[first]) for name, own in timed.items() if first in timed and name != first}
 
 
-def baseline_peak_bytes(job: Job, seed: int) -> int | None:
+def baseline_peak_bytes(job: str, seed: int, ranks: RankOptions | None = None) -> int | None:
     """Return the metered peak of a job's baseline; ``None`` if it does not fit or cannot be metered.
 
     Args:
-        job: the job.
+        job: the job's reference.
         seed: random seed for weights and batches.
+        ranks: processes that train the job together, of which the peak is the largest; ``None`` for this process.
     """
-    with contextlib.closing(TorchEngine(job, seed=seed, options=EngineOptions(statistics_every=None))) as engine:
+    options = EngineOptions(statistics_every=None)
+    if ranks is None:
+        engine: Engine = TorchEngine(load_job(job), seed=seed, options=options)
+    else:
+        engine = IsolatedEngine(job, seed=seed, options=options, ranks=ranks)
+    with contextlib.closing(engine):
         engine.run(1)
         return engine.run(1).peak_bytes

@@ -159,7 +159,12 @@ def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, repor
     else:
         layouts = {str(stage): replace(ranks, zero_stage=stage) for stage in STAGES}
     asked = {name: (replace(request, ranks=layout), trusted) for name, layout in layouts.items()}
-    found, told = _tune_each(asked, "mesh" if meshed else "ZeRO stage", runs, reporter)
+
+    def whole_bytes() -> int | None:
+        first = trusted.rank_options(next(iter(layouts.values())))
+        return baseline_peak_bytes(str(request.job), request.seed, first)
+
+    found, told = _tune_each(asked, "mesh" if meshed else "ZeRO stage", runs, reporter, whole_bytes)
     best = max(found.values(), key=lambda document: document["measured"]["throughput"] or 0.0)
     return {**best, "meshes" if meshed else "stages": told}
 
@@ -199,7 +204,7 @@ def tune_launches(
         asked[added.removeprefix("+")] = replace(request, job=own), replace(trusted, jobs=[own])
 
     def whole_bytes() -> int | None:
-        return baseline_peak_bytes(load_job(str(request.job)), request.seed)
+        return baseline_peak_bytes(str(request.job), request.seed)
 
     found, told = _tune_each(asked, "launch choice", runs, reporter, whole_bytes)
     tuned = {name: Plan.from_json(one["plan"]) for name, one in found.items()}

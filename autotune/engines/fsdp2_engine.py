@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from autotune import knobs
 from autotune.choices import STORAGES
 from autotune.engines.rank_engine import RankEngine
 from autotune.engines.rendezvous import join_ranks
-from autotune.engines.torch_engine import EngineOptions
-from autotune.errors import InputError
+from autotune.engines.torch_engine import EngineOptions, Progress
+from autotune.errors import EngineError, InputError, one_line
 from autotune.job import Job
 from autotune.mechanics import randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, undo_writes
@@ -70,6 +74,7 @@ class Fsdp2Engine(RankEngine):
             problem = f"+{knobs.RELEASE} is not possible: gradients are reduced before the update"
             raise InputError(problem, where=f"job {job.name!r}", allowed="--engine torch")
         self._asked = None if mesh is None else Mesh.parse(mesh)
+        self._seed = seed
         super().__init__(job, seed=seed, device=device, options=options)
 
     def connect(self, device: str) -> None:
@@ -116,6 +121,47 @@ class Fsdp2Engine(RankEngine):
             return super().evaluate()
         finally:
             self.ranked.settle()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the training state to a folder, of which every rank writes its part.
+
+        Unlike a snapshot, it can be loaded by any number of ranks and on any mesh.
+
+        Args:
+            folder: an empty or new folder that all ranks see.
+        """
+        state_dict_saver.save(self._stored(), checkpoint_id=str(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from the training state in a folder, whatever mesh has written it.
+
+        Random generators begin anew, from the seed, the rank and the step, since their number may differ.
+
+        Args:
+            folder: a folder that :meth:`save` has written for the same job and seed.
+
+        Raises:
+            EngineError: if the folder cannot be read, or belongs to another model.
+        """
+        stored = self._stored()
+        try:
+            state_dict_loader.load(stored, checkpoint_id=str(folder))
+        except (CheckpointException, OSError, KeyError, RuntimeError, ValueError) as error:
+            raise EngineError(f"the training state in {folder} cannot be loaded ({one_line(error)})") from error
+        self.continue_from(Progress(**stored["progress"]))
+        set_state_dict(
+            self.model,
+            self.update.optimizer,
+            model_state_dict=stored["model"],
+            optim_state_dict=stored["optimizer"],
+        )
+        self.seed_rank(self._seed, self.progress.steps)
+
+    def _stored(self) -> dict[str, Any]:
+        """Return the training state as distributed tensors and numbers."""
+        self.ranked.settle()
+        model, optimizer = get_state_dict(self.model, self.update.optimizer)
+        return {"model": model, "optimizer": optimizer, "progress": asdict(self.progress)}
 
     def probe(self) -> GradientProbe:
         """Return the probe that observes a sampled step's gradients on all ranks."""

@@ -31,6 +31,8 @@ Value = TypeVar("Value")
 
 # Distance between the seeds of the ranks' generators, for example for dropout.
 _RANK_STRIDE = 7919
+# Distance between the seeds of a run that continues after one step or after another.
+_STEP_STRIDE = 1_000_003
 
 
 class RankEngine(TorchEngine):
@@ -79,10 +81,19 @@ class RankEngine(TorchEngine):
         self._bearing: list[bool] = []
         super().__init__(job, seed=seed, device=where, options=options)
         if self.rank:
-            with randomness.isolated():
-                randomness.seed_all(seed + self.rank * _RANK_STRIDE)
-                self._random = randomness.capture()
+            self.seed_rank(seed)
         self._require_same_everywhere(seed)
+
+    def seed_rank(self, seed: int, steps: int = 0) -> None:
+        """Give this rank random generators of its own.
+
+        Args:
+            seed: the run's random seed.
+            steps: the steps of the run so far.
+        """
+        with randomness.isolated():
+            randomness.seed_all(seed + self.rank * _RANK_STRIDE + steps * _STEP_STRIDE)
+            self._random = randomness.capture()
 
     def connect(self, device: str) -> None:
         """Join the process group of the ranks, or make one of this process alone.

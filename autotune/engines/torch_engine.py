@@ -265,16 +265,20 @@ class TorchEngine(EngineBase):
         with torch.no_grad():
             for name, tensor in self.tensors().items():
                 tensor.copy_(snapshot.tensors[name])
-        self.update.discard()
-        self._rates.seek(snapshot.progress.steps)
+        self.continue_from(snapshot.progress)
         self.update.load_optimizer_state(copy.deepcopy(snapshot.optimizer))
         self.update.load_state_dict(snapshot.scaler)
         self._random = snapshot.random
-        self.progress = replace(snapshot.progress)
         self.monitor.state = snapshot.statistics
+
+    def continue_from(self, progress: Progress) -> None:
+        """Go to a point of the run: drop what a step has begun, and seek the batches and the learning rates there."""
+        self.update.discard()
+        self._rates.seek(progress.steps)
+        self.progress = replace(progress)
         self._pending = []
         with randomness.isolated():
-            self._stream.seek(snapshot.progress.batches)
+            self._stream.seek(progress.batches)
 
     def close(self) -> None:
         """Release the model's units, gradients and batches."""
