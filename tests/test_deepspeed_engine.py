@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +17,21 @@ import numpy as np
 import pytest
 import sharded_rank
 from leftovers import descendants, listening
-from ranks import run_on_ranks
+from rank_laws import assert_equals_torch, assert_storage_is_exact, assert_troubles_are_shared, peaks_of, run_ranks
 
 from autotune.cli.main import run
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.isolated_engine import IsolatedEngine
 from autotune.engines.registry import RankOptions
-from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import InputError, JobError
 from autotune.measurement import Failure
-from autotune.plan import Plan, Precision
+from autotune.plan import Precision
 from autotune.profiling.profiler import ProfilerOptions
 from autotune.profiling.rank_profiler import profile_on_ranks
 
 TESTS = Path(__file__).parent
 installed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-
-
-def run_ranks(folder: Path, what: str, stage: int, steps: int) -> list[dict[str, Any]]:
-    """Run parts of sharded_rank.py on two ranks, with a watchdog, and return what each rank wrote."""
-    run_on_ranks("sharded_rank.py", folder, what, stage, steps, timeout_s=900)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-
-
-def assert_equals_torch(ranks: list[dict[str, Any]], steps: int) -> None:
-    for found in (rank["equals_torch"] for rank in ranks):
-        assert found["apart"] <= 1e-6
-        assert found["loss_apart"] <= 1e-6 * 10
-        assert found["norm_apart"] <= 1e-5
-        assert found["metric_apart"] <= 1e-5
-        assert found["failures"] == 0
-        assert found["samples"] == steps * sharded_rank.BATCH
-        assert found["switches"] >= steps * 0.8
-        assert found["sampled"] == steps
-        assert found["per_unit"] == pytest.approx(found["per_unit_torch"], rel=1e-4)
-    assert ranks[0]["equals_torch"]["digest"] == ranks[1]["equals_torch"]["digest"]
 
 
 @pytest.mark.slow
@@ -88,25 +66,6 @@ def test_stages_switch_storage_exactly_and_share_failures(stage: int, tmp_path: 
         if "skipped" not in found:
             assert found["kinds"] == 2
             assert found["loss_apart"] < 0.02
-
-
-def assert_storage_is_exact(ranks: list[dict[str, Any]]) -> None:
-    for found in (rank["storage_is_exact"] for rank in ranks):
-        assert len(set(found["digests"])) == 1
-        assert found["recomputed"] > 10
-
-
-def assert_troubles_are_shared(ranks: list[dict[str, Any]]) -> None:
-    for found in (rank["troubles"] for rank in ranks):
-        # A nonfinite loss on either rank ends the window on both, and no weight has changed.
-        assert found["failures"] == ["non_finite"] * 2
-        assert found["kept"]
-        assert found["restored"]
-        assert found["same_after"]
-        assert found["failure"] == "None"
-        assert found["peak"] > 0
-    assert ranks[0]["troubles"]["after"] == ranks[1]["troubles"]["after"]
-    assert ranks[0]["troubles"]["peak"] == ranks[1]["troubles"]["peak"]
 
 
 @installed
@@ -195,16 +154,6 @@ def test_profile_of_ranks_predicts_the_memory_of_their_plans(stage: int) -> None
     assert min(missed) > -rel
     assert max(missed) < 0.12
     assert done == sorted(done)
-
-
-def peaks_of(job: str, ranks: RankOptions, plans: Sequence[Plan]) -> dict[Plan, int]:
-    with contextlib.closing(IsolatedEngine(job, ranks=ranks, options=EngineOptions(statistics_every=None))) as engine:
-        engine.run(1)
-        found = {}
-        for plan in plans:
-            engine.apply(plan)
-            found[plan] = engine.run(2).peak_bytes or 0
-        return found
 
 
 @installed

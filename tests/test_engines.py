@@ -191,6 +191,12 @@ class TestDeepSpeedEngine(StartedEngineContract):
         return IsolatedEngine(JOB, options=OPTIONS, ranks=RankOptions(count=2, zero_stage=1))
 
 
+@pytest.mark.slow
+class TestFsdp2Engine(StartedEngineContract):
+    def make(self) -> Engine:
+        return IsolatedEngine(JOB, options=OPTIONS, ranks=RankOptions(count=2, engine="fsdp2"))
+
+
 class TestSimulatedEngine(EngineContract):
     def make(self) -> Engine:
         return simulated_engine()

@@ -35,7 +35,6 @@ from autotune.profiling.profile_cache import cached_profile
 from autotune.profiling.profiler import ProfilerOptions
 from autotune.stats import paired_ratio
 
-
 # Factor on the time of a family's fastest arm within which a second one is measured, too.
 _NEARLY = 1.2
 

@@ -1,0 +1,164 @@
+"""Tests of FSDP2 on several ranks: updates equal those of one process, on any mesh and after a change of mesh."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from rank_laws import assert_equals_torch, assert_storage_is_exact, assert_troubles_are_shared, peaks_of, run_ranks
+from ranks import run_on_ranks
+from small_models import TinyGPT
+from torch import nn
+
+from autotune.cli.main import run
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.engines.registry import RankOptions
+from autotune.errors import InputError
+from autotune.mechanics.fully_sharded import self_contained
+from autotune.mesh import Mesh
+from autotune.profiling.profiler import ProfilerOptions
+from autotune.profiling.rank_profiler import profile_on_ranks
+
+TESTS = Path(__file__).parent
+
+
+# ------------------------------------------------------------------------------------------------------------- meshes
+
+
+def test_mesh_is_written_as_it_is_read() -> None:
+    for ranks in (1, 2, 4, 6):
+        meshes = Mesh.all_of(ranks)
+        assert [Mesh.parse(str(mesh)) for mesh in meshes] == meshes
+        assert {mesh.ranks for mesh in meshes} == {ranks}
+    assert [str(mesh) for mesh in Mesh.all_of(4)] == ["dp=4", "dp=2,shard=2", "shard=4"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "dp", "dp=0", "dp=-1", "dp=2,dp=2", "tp=2", "dp=2;shard=2", "shard=½", "shard=2.0"]
+)
+def test_text_that_is_no_mesh_is_rejected_with_an_example(text: str) -> None:
+    with pytest.raises(InputError, match=r"mesh is .* dp=2,shard=4"):
+        Mesh.parse(text)
+
+
+def test_mesh_that_does_not_divide_the_ranks_is_rejected() -> None:
+    with pytest.raises(InputError, match="mesh dp=2,shard=2 is for 4 ranks, and there are 3"):
+        RankOptions(engine="fsdp2", count=3, mesh="dp=2,shard=2")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--engine", "fsdp2", "--zero-stage", "1"], "--engine fsdp2 cannot be combined with --zero-stage"),
+        (["--mesh", "shard=2"], "--engine torch cannot be combined with --mesh"),
+        (["--engine", "deepspeed", "--mesh", "shard=2"], "--engine deepspeed cannot be combined with --mesh"),
+        (["--engine", "fsdp2", "--mesh", "shard=3"], "mesh shard=3 is for 3 ranks, and there are 2"),
+    ],
+)
+def test_options_of_other_engines_are_rejected_in_one_line(
+    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["tune", str(TESTS / "tiny_job.py"), "--runs-dir", str(tmp_path), *options]) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert len(told) == 1
+    assert words in told[0]
+    assert not any(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------- units that can gather their own weights
+
+
+class Odd(nn.Module):
+    """A model with a tied head, a weight that is used outside its module, and an output that is written to in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = self.blocks[0](x)
+        assert self.blocks[1].weight.dtype is torch.float32
+        x = self.blocks[1](x)
+        x += 1
+        x = F.linear(x, self.blocks[2].weight) + self.blocks[2](x)
+        return self.head(x)
+
+
+def test_only_units_whose_weights_nothing_else_uses_gather_their_own() -> None:
+    model = Odd()
+    names = ["embedding", "blocks.0", "blocks.1", "blocks.2", "head", "unused"]
+    with torch.no_grad():
+        found = self_contained(model, names, lambda: model(torch.tensor([[1, 2]])))
+    assert found == ["blocks.0"]
+    plain = TinyGPT(width=8, blocks=2)
+    names = ["embedding", "blocks.0", "blocks.1", "head"]
+    with torch.no_grad():
+        assert self_contained(plain, names, lambda: plain(torch.tensor([[1, 2]]))) == names
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in plain.modules())
+
+
+# -------------------------------------------------------------------------------------------------------------- ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "ranks"), [("shard=2", 2), ("dp=2", 2), ("dp=2,shard=2", 4)])
+def test_meshes_make_the_updates_of_one_process_under_random_plans(mesh: str, ranks: int, tmp_path: Path) -> None:
+    found = run_ranks(
+        tmp_path, "equals_torch,storage_is_exact,troubles,mixed_precision,adaptive_equals_torch", mesh, 60, ranks
+    )
+    assert_equals_torch(found, 60)
+    assert_storage_is_exact(found)
+    assert_troubles_are_shared(found)
+    for one in found:
+        assert one["equals_torch"]["apart"] <= 3e-7
+        assert one["mixed_precision"]["kinds"] == 2
+        assert one["mixed_precision"]["loss_apart"] < 0.02
+        assert one["adaptive_equals_torch"]["apart"] <= 1e-6
+
+
+@pytest.mark.slow
+def test_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
+    for part, (mesh, ranks) in enumerate([("shard=2", 2), ("dp=2,shard=2", 4), ("shard=3", 3), ("dp=2", 2)]):
+        run_on_ranks("elastic_rank.py", tmp_path, part, mesh, 5, ranks=ranks)
+        found = json.loads((tmp_path / f"part{part}.json").read_text())
+        assert found["steps"] == 5 * (part + 1)
+        assert found["apart"] <= 3e-7
+        assert found["loss_apart"] <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["shard=2", "dp=2"])
+def test_profile_of_a_mesh_predicts_the_memory_of_its_plans(mesh: str) -> None:
+    job, ranks = f"{TESTS / 'rank_jobs.py'}:transformer", RankOptions(count=2, engine="fsdp2", mesh=mesh)
+    found = profile_on_ranks(job, ranks, device_name="these", fingerprint="", options=ProfilerOptions.lean())
+    space, draw = found.space, np.random.default_rng(7)
+    assert {"gathered", "gathered-recompute"} <= set(space.storages) or mesh == "dp=2"
+    plans = [space.baseline(), space.leanest(), *(space.sample(draw) for _ in range(8))]
+    peaks = peaks_of(job, ranks, plans)
+    missed = [peak_bytes(found, plan) / peaks[plan] - 1 for plan in plans]
+    assert float(np.median(np.abs(missed))) < 0.01
+    # A k between profiled ones is interpolated.
+    assert max(map(abs, missed)) < 0.03
+
+
+@pytest.mark.slow
+def test_planner_plans_for_a_mesh_and_writes_it_into_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = f"{TESTS / 'rank_jobs.py'}:transformer"
+    command = ["tune", job, "--method", "exact", "--memory-budget", "60%", "--engine", "fsdp2", "--mesh", "all"]
+    assert run([*command, "--runs-dir", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document["meshes"]) == {"dp=2", "shard=2"}
+    assert document["plan"]["launch"]["mesh"] in document["meshes"]
+    measured = document["measured"]
+    assert measured["peak_bytes"] <= measured["memory_budget_bytes"]
+    assert document["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
