@@ -185,10 +185,17 @@ def gpu(found: Document) -> Iterator[str]:
 
 def overhead(found: Document) -> Iterator[str]:
     """Yield what measuring costs a step."""
-    where = f"{found['ranks']} ranks, ZeRO stage {found['zero_stage']}" if "ranks" in found else "one process"
+    where = f"{found['ranks']} ranks, {_layout(found)}" if "ranks" in found else "one process"
     yield f"Job `{found['job']}`, {where}: a tuned engine's step under the baseline's plan takes"
     yield f"{interval(found['ratio_median'], found['ratio_ci95'], 3)} of a plain loop's time ({found['pairs']} pairs)."
     yield ""
+
+
+def _layout(found: Document) -> str:
+    """Return the layout of ranks in words."""
+    if "zero_stage" in found or found["engine"] == "deepspeed":
+        return f"ZeRO stage {found.get('zero_stage', found.get('layout', '').removeprefix('zero-'))}"
+    return f"FSDP2 with {found['layout']}"
 
 
 def batching(found: Document) -> Iterator[str]:

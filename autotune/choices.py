@@ -135,6 +135,11 @@ class Storage(StrEnum):
         """Return whether gradients differ from those of ``save`` by more than the order of operations explains."""
         return not self.exact and not self.compile_budget
 
+    @property
+    def released(self) -> Storage:
+        """Return what becomes of the activations alone, with weights that are released after the forward pass."""
+        return {Storage.GATHERED: Storage.SAVE, Storage.GATHERED_RECOMPUTE: Storage.RECOMPUTE}.get(self, self)
+
 
 STORAGES = tuple(Storage)
 EXACT_STORAGES = tuple(storage for storage in Storage if storage.exact)

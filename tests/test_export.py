@@ -23,6 +23,7 @@ from watching import Watcher
 from autotune import Job, Launch, Plan, PlanError, Precision, TorchEngine
 from autotune.cli.main import run
 from autotune.errors import InputError
+from autotune.mesh import Mesh
 from autotune.report.export_targets import Export
 from autotune.report.launchers import APPLY
 from autotune.report.plan_export import TARGETS, export
@@ -119,6 +120,45 @@ def test_other_targets_report_choices_that_only_deepspeed_supports() -> None:
     for target in ("accelerate", "transformers", "python"):
         notes = export(plan, tiny_job.make(), target, reference="tiny").notes
         assert any("not included: compile True, zero_stage 2 (autotune export --to deepspeed" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kept", "sharded", "policy"),
+    [
+        ("dp=2", (), False, "always"),
+        ("shard=2", (0, 1, 2), True, "never"),
+        ("shard=2", (), True, "always"),
+        ("shard=2", (1,), True, "default"),
+        ("dp=2,shard=2", (), True, "always"),
+    ],
+)
+def test_mesh_of_ranks_is_in_the_configurations_of_torchtitan_and_accelerate(
+    mesh: str, kept: tuple[int, ...], sharded: bool, policy: str
+) -> None:
+    storage = {f"blocks.{number}": "gathered" if number in kept else "save" for number in range(3)}
+    plan = a_plan().changed(accumulation_steps=1, storage=storage, launch=Launch(mesh=mesh))
+    layout = Mesh.parse(mesh)
+    titan = export(plan, tiny_job.make(), "torchtitan", ranks=layout.ranks)
+    lines = str(titan.files["torchtitan.options"]).splitlines()
+    assert f"--parallelism.data_parallel_replicate_degree {layout.dp}" in lines
+    assert f"--parallelism.data_parallel_shard_degree {layout.shard}" in lines
+    assert f"--parallelism.fsdp_reshard_after_forward {policy}" in lines
+    assert "--activation_checkpoint.mode none" in lines
+    accelerate = export(plan, tiny_job.make(), "accelerate", ranks=layout.ranks)
+    config: Any = accelerate.files["accelerate.json"]
+    assert (config["distributed_type"] == "FSDP") == sharded
+    if sharded:
+        assert config["fsdp_config"]["fsdp_reshard_after_forward"] == (policy != "never")
+        assert config["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Block"
+    assert ("parallelism_config" in config) == (layout.dp > 1 and layout.shard > 1)
+    for made in (titan, accelerate):
+        differs = [note for note in made.notes if "units differ in whether their weights stay gathered" in note]
+        assert len(differs) == (policy == "default")
+        assert all("blocks.1" in note and "blocks.0" not in note for note in differs)
+        assert not any("mesh" in note for note in made.notes)
+    assert any("mesh" in note for note in export(plan, tiny_job.make(), "deepspeed", ranks=layout.ranks).notes)
+    with pytest.raises(PlanError, match=r"the plan's mesh .* is for . ranks, and --ranks is 8"):
+        export(plan, tiny_job.make(), "accelerate", ranks=8)
 
 
 def test_torchtitan_gets_a_storage_that_all_layers_share() -> None:

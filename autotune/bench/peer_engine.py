@@ -120,7 +120,12 @@ def techniques(names: Collection[str], *, bf16: bool) -> list[Technique]:
 def comparable(job: Job) -> Job:
     """Return a job whose steps all consume one batch, which k splits, and whose plans may choose every storage."""
     fitting = tuple(k for k in job.accumulation_choices if k <= job.batch_size)
-    return replace(job, batching="fixed", accumulation_choices=fitting, storages=[*map(str, STORAGES)])
+    return replace(
+        job,
+        batching="fixed",
+        accumulation_choices=fitting,
+        storages=[str(one) for one in STORAGES if not one.keeps_gathered],
+    )
 
 
 def block_names(space: PlanSpace) -> tuple[str, ...]:

@@ -14,7 +14,16 @@ import typer
 
 from autotune.cli import console as shared
 from autotune.cli.arguments import input_path
-from autotune.cli.console import EngineOption, JsonOption, LeanOption, RanksOption, RunsOption, SeedOption, StepsOption
+from autotune.cli.console import (
+    EngineOption,
+    JsonOption,
+    LeanOption,
+    MeshOption,
+    RanksOption,
+    RunsOption,
+    SeedOption,
+    StepsOption,
+)
 from autotune.errors import InputError
 
 if TYPE_CHECKING:
@@ -97,20 +106,18 @@ def overhead(
     engine: EngineOption = "torch",
     ranks: RanksOption = None,
     zero_stage: Annotated[int, typer.Option("--zero-stage", min=0, max=3, help="With deepspeed: the stage.")] = 2,
+    mesh: MeshOption = None,
     seed: SeedOption = 0,
 ) -> _Measured:
     """Compare the engine's step time with that of a hand-written loop of the same job, in interleaved blocks."""
-    from autotune.bench.bench_deepspeed import bench_deepspeed
     from autotune.bench.bench_overhead import bench_overhead, lines
+    from autotune.bench.bench_ranks import bench_ranks
     from autotune.catalog import load_job
 
-    options = shared.ranks(engine, ranks, str(zero_stage) if engine == "deepspeed" else "0", None)
+    options = shared.ranks(engine, ranks, str(zero_stage) if engine == "deepspeed" else "0", None, mesh)
     common: dict[str, Any] = {"pairs": pairs, "seed": seed, "reporter": run.bars}
-    if options is None:
-        document = bench_overhead(load_job(job), **common)
-    else:
-        document = bench_deepspeed(job, ranks=options.count, zero_stage=zero_stage, **common)
-    kind = "" if options is None else f"-zero{zero_stage}"
+    document = bench_overhead(load_job(job), **common) if options is None else bench_ranks(job, options, **common)
+    kind = "" if options is None else f"-{options.layout.replace('-', '')}"
     return _Measured(f"overhead-{document['job']}{kind}", document, lines(document))
 
 

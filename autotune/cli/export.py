@@ -18,7 +18,12 @@ def command(
     to: Annotated[
         str, typer.Option("--to", help="deepspeed, accelerate, transformers, torchtitan, python or json.")
     ] = "deepspeed",
-    ranks: Annotated[int, typer.Option("--ranks", min=1, max=100_000, help="Number of ranks to train on.")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", min=1, max=100_000, help="Number of ranks to train on (default: those of the mesh, or 1)."
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path(),
     as_json: JsonOption = False,
 ) -> None:
@@ -26,12 +31,15 @@ def command(
     from autotune.catalog import load_job
     from autotune.errors import InputError
     from autotune.io.files import write_atomic, write_json
+    from autotune.mesh import Mesh
     from autotune.plan import Plan
     from autotune.report.plan_export import export
 
     path = Path(plan)
     require_readable(path, where=plan)
     found = Plan.load(path)
+    if ranks is None:
+        ranks = 1 if found.launch.mesh is None else Mesh.parse(found.launch.mesh).ranks
     made = export(found, load_job(job), to, ranks=ranks, reference=job)
     if not out.is_dir():
         raise InputError("is not a folder", where=f"--out {out}", allowed="an existing folder")

@@ -76,17 +76,18 @@ class RankOptions:
             raise InputError(f"ranks is {self.count!r}", where=where, allowed="a whole number >= 1")
         if type(self.zero_stage) is not int or self.zero_stage not in STAGES:
             raise InputError(f"ZeRO stage is {self.zero_stage!r}", where=where, allowed=STAGES)
-        if self._mesh.ranks != self.count:
-            problem = f"mesh {self.mesh} is for {self._mesh.ranks} ranks, and there are {self.count}"
+        if self.whole_mesh.ranks != self.count:
+            problem = f"mesh {self.mesh} is for {self.whole_mesh.ranks} ranks, and there are {self.count}"
             raise InputError(problem, where="--mesh", allowed=MESH_FORM)
 
     @property
     def layout(self) -> str:
         """Return the layout of the ranks in a few words, such as ``zero-2`` or ``dp=2,shard=2``."""
-        return f"zero-{self.zero_stage}" if "zero_stage" in ENGINES[self.engine].options else str(self._mesh)
+        return f"zero-{self.zero_stage}" if "zero_stage" in ENGINES[self.engine].options else str(self.whole_mesh)
 
     @property
-    def _mesh(self) -> Mesh:
+    def whole_mesh(self) -> Mesh:
+        """Return the mesh of FSDP2."""
         return Mesh(shard=self.count) if self.mesh is None else Mesh.parse(self.mesh)
 
     def launched(self, launch: Launch) -> Launch:
@@ -96,7 +97,7 @@ class RankOptions:
             launch: the job's own launch choices.
         """
         if "mesh" in ENGINES[self.engine].options:
-            return replace(launch, mesh=str(self._mesh))
+            return replace(launch, mesh=str(self.whole_mesh))
         return replace(launch, zero_stage=self.zero_stage)
 
     def arguments(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from autotune.engines.job_checks import accumulation_choices, build_model
 from autotune.errors import PlanError
 from autotune.job import Job
 from autotune.mechanics import randomness
+from autotune.mesh import Mesh
 from autotune.plan import Plan, PlanSpace, Precision
 from autotune.units import units_of
 
@@ -51,6 +52,7 @@ class Launched:
         clip_norm: largest 2-norm of the gradient; 0 for no clipping.
         layers: names of the layers that transformers can recompute, in the order of the model.
         stored: names of the units whose storage can be chosen.
+        kinds: class names of these units.
     """
 
     plan: Plan
@@ -60,6 +62,18 @@ class Launched:
     clip_norm: float
     layers: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Return the layout of the ranks of FSDP2; ``None`` if the plan has none."""
+        return None if self.plan.launch.mesh is None else Mesh.parse(self.plan.launch.mesh)
+
+    @property
+    def keeps_gathered(self) -> bool | None:
+        """Return whether the units keep their weights gathered after forward; ``None`` if they differ."""
+        kept = {self.plan.storage_of(name).keeps_gathered for name in self.stored} or {False}
+        return kept.pop() if len(kept) == 1 else None
 
     @property
     def k(self) -> int:
@@ -137,6 +151,11 @@ class ExportRequest:
                 where=_WHERE,
                 allowed=f"a batch size that {k * ranks} divides",
             )
+        mesh = None if self.plan.launch.mesh is None else Mesh.parse(self.plan.launch.mesh)
+        if mesh is not None and mesh.ranks != ranks:
+            problem = f"the plan's mesh {mesh} is for {mesh.ranks} ranks, and --ranks is {ranks}"
+            raise PlanError(problem, where=_WHERE, allowed=f"--ranks {mesh.ranks}")
+        stored = tuple(unit for unit in units_of(self.model, self.job.units) if unit.recomputable)
         return Launched(
             plan=self.plan,
             samples=samples,
@@ -145,7 +164,8 @@ class ExportRequest:
             # Without a norm, launchers clip at 1.
             clip_norm=clip_norm(self.job),
             layers=tuple(name for name, part in self.model.named_modules() if _is_layer(part)),
-            stored=tuple(unit.name for unit in units_of(self.model, self.job.units) if unit.recomputable),
+            stored=tuple(unit.name for unit in stored),
+            kinds=tuple(dict.fromkeys(unit.kind for unit in stored)),
         )
 
 

@@ -54,7 +54,7 @@ def to_deepspeed(launched: Launched) -> Export:
             f"{' and '.join(f'{len(names)} units are {one.label} ({_listed(names)})' for one, names in stored)}: "
             f"after deepspeed.initialize, {'tuner = ' * places}{how}"
         )
-    if held := own_launch(plan.changed(launch=plan.launch.on_one_rank)):
+    if held := own_launch(plan.changed(launch=replace(plan.launch, zero_stage=None))):
         notes.append(f"not included: {held}")
     files["ds_config.json"] = config
     command = f"torchrun --nproc-per-node {launched.ranks} train.py --deepspeed --deepspeed_config ds_config.json"
@@ -62,9 +62,10 @@ def to_deepspeed(launched: Launched) -> Export:
 
 
 def to_accelerate(launched: Launched) -> Export:
-    """Return a configuration for ``accelerate launch`` with the plan's ranks and precision; k is in the command.
+    """Return a configuration for ``accelerate launch`` with the plan's ranks, mesh and precision; k is in the command.
 
-    The file can contain k only in its DeepSpeed section, but ``Accelerator()`` reads k from the environment.
+    The file can contain k only in its DeepSpeed section, but ``Accelerator()`` reads k from the environment. Source of
+    the names: Accelerate's FSDP2 and parallelism configurations, 2026.
     """
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -76,6 +77,20 @@ def to_accelerate(launched: Launched) -> Export:
         "mixed_precision": str(launched.autocast or "no"),
         "use_cpu": False,
     }
+    mesh, sharding = launched.mesh, []
+    if mesh is not None and mesh.shard > 1:
+        config["distributed_type"] = "FSDP"
+        config["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": ",".join(launched.kinds),
+            "fsdp_reshard_after_forward": not launched.keeps_gathered,
+        }
+        if mesh.dp > 1:
+            sizes = {"dp_replicate_size": mesh.dp, "dp_shard_size": mesh.shard}
+            config["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+        sharding = _gathered_notes(launched)
+    launched = _without_mesh(launched)
     clip = f"accelerator.clip_grad_norm_(model.parameters(), {launched.clip_norm:g})"
     alone = "without GPUs, put ACCELERATE_USE_CPU=true before the command; otherwise each rank trains alone"
     notes = [
@@ -83,6 +98,7 @@ def to_accelerate(launched: Launched) -> Export:
         f"micro-batches are the script's own: DataLoader(..., batch_size={launched.micro_samples}) on each of "
         f"{launched.ranks} ranks, its loop under `with accelerator.accumulate(model):`",
         *([f"clipping is the script's own: if accelerator.sync_gradients: {clip}"] if launched.clip_norm else []),
+        *sharding,
         *_not_held(launched, "before accelerator.prepare"),
     ]
     command = (
@@ -120,10 +136,20 @@ def to_transformers(launched: Launched) -> Export:
 def to_torchtitan(launched: Launched) -> Export:
     """Return torchtitan's options for the plan's micro-batch, k, precision, clipping and storage.
 
-    They can express one storage in all layers: recomputing, torchtitan's own selection of operations, or compiling
-    under a budget of memory. Source of the names: torchtitan's ``TrainingConfig``, ``ActivationCheckpointConfig`` and
-    ``CompileConfig``, 2026.
+    They can express a mesh of ranks, and one storage in all layers: recomputing, torchtitan's own selection of
+    operations, or compiling under a budget of memory. Source of the names: torchtitan's ``TrainingConfig``,
+    ``ParallelismConfig``, ``ActivationCheckpointConfig`` and ``CompileConfig``, 2026.
     """
+    mesh, sharding = launched.mesh, {}
+    gathered = _gathered_notes(launched)
+    if mesh is not None:
+        reshards = {True: "never", False: "always", None: "default"}[launched.keeps_gathered]
+        sharding = {
+            "parallelism.data_parallel_replicate_degree": mesh.dp,
+            "parallelism.data_parallel_shard_degree": mesh.shard,
+            "parallelism.fsdp_reshard_after_forward": reshards,
+        }
+    launched = _without_mesh(launched)
     plan = launched.plan
     used = {plan.storage_of(name) for name in launched.stored} or {Storage.SAVE}
     mode, budget = _titan_mode(next(iter(used))) if len(used) == 1 else (None, 0.0)
@@ -134,6 +160,7 @@ def to_torchtitan(launched: Launched) -> Export:
         # 0 would scale every gradient to nothing.
         "training.max_norm": launched.clip_norm or "inf",
         "activation_checkpoint.mode": mode or "none",
+        **sharding,
     }
     if kinds != {Precision.INHERIT}:
         options["training.mixed_precision_param"] = "bfloat16" if kinds == {Precision.BF16} else "float32"
@@ -141,9 +168,8 @@ def to_torchtitan(launched: Launched) -> Export:
         options["activation_checkpoint.memory_budget"] = budget
     if budget or plan.launch.compile:
         options["compile.enable"] = None
-    notes = [
-        "the model must be one of torchtitan's, which adds its own parallelism; k follows from the two batch sizes"
-    ]
+    others = "" if mesh else ", which adds its own parallelism"
+    notes = [f"the model must be one of torchtitan's{others}; k follows from the two batch sizes", *gathered]
     if mode is None:
         lists = "; ".join(f"{one.label}: {_listed(names)}" for one, names in plan.by_storage.items())
         notes.append(f"not included, as layers differ or there is no such mode: {lists}")
@@ -157,6 +183,22 @@ def to_torchtitan(launched: Launched) -> Export:
     text = "".join(f"--{name}\n" if value is None else f"--{name} {value}\n" for name, value in options.items())
     command = f"torchrun --nproc-per-node {launched.ranks} -m torchtitan.train $(cat {TITAN_FILE})"
     return Export(files={TITAN_FILE: text}, command=command, notes=tuple(notes))
+
+
+def _without_mesh(launched: Launched) -> Launched:
+    """Return a plan whose mesh and gathered weights are expressed elsewhere."""
+    plan = launched.plan
+    storage = {name: one.released for name, one in plan.storage.items()}
+    return replace(launched, plan=plan.changed(storage=storage, launch=replace(plan.launch, mesh=None)))
+
+
+def _gathered_notes(launched: Launched) -> list[str]:
+    """Return a note on units that keep their weights gathered, if only some of them do."""
+    if launched.keeps_gathered is not None:
+        return []
+    kept = [name for name in launched.stored if launched.plan.storage_of(name).keeps_gathered]
+    each = f"for these, module.set_reshard_after_forward(False) after fully_shard(): {_listed(kept)}"
+    return [f"not included, as units differ in whether their weights stay gathered after forward; {each}"]
 
 
 def _titan_mode(storage: Storage) -> tuple[str | None, float]:
@@ -195,10 +237,12 @@ def _not_held(launched: Launched, when: str) -> list[str]:
 
 
 def own_launch(plan: Plan) -> str:
-    """Return the launch settings of a plan that only a DeepSpeed configuration or the script itself can contain."""
+    """Return the launch settings of a plan that only another configuration or the script itself can contain."""
     chosen = plan.launch.to_json()
     if stage := chosen.pop("zero_stage", 0):
         chosen["zero_stage"] = f"{stage} (autotune export --to deepspeed does)"
+    if mesh := chosen.pop("mesh", None):
+        chosen["mesh"] = f"{mesh} (autotune export --to accelerate or torchtitan does)"
     if text := chosen.get("knobs"):
         chosen["knobs"] = f"{text} ({knobs.code_of(text)})"
     return ", ".join(f"{name} {value}" for name, value in chosen.items())
