@@ -105,7 +105,18 @@ class Storage(StrEnum):
     REBUILD = "rebuild", "mostly recomputed", "recomputing for the most part", 0.15, 0.7
     COMPILED10 = "compiled10", "compiled at a tenth", "compiling at a tenth", 0.1, 0.3, False, False, False, 0.1
     OFFLOAD = "offload", "offloaded", "offloading", 0.1, 0.8, False, True, True
-    GATHERED_RECOMPUTE = "gathered-recompute", "recomputed", "recomputing", 0.2, 0.9, True, True, False, 0.0, True
+    GATHERED_RECOMPUTE = (
+        "gathered-recompute",
+        "recomputed with weights",
+        "recomputing with weights",
+        0.2,
+        0.9,
+        True,
+        True,
+        False,
+        0.0,
+        True,
+    )
     RECOMPUTE = "recompute", "recomputed", "recomputing", 0.0, 1.0, True
 
     def __new__(
@@ -144,6 +155,8 @@ class Storage(StrEnum):
 STORAGES = tuple(Storage)
 EXACT_STORAGES = tuple(storage for storage in Storage if storage.exact)
 COMPILED_STORAGES = tuple(storage for storage in Storage if storage.compile_budget)
+# The storages that save or recompute and may yet be faster than the one that does only that.
+HASTENING_STORAGES = tuple(storage for storage in Storage if storage.compile_budget or storage.keeps_gathered)
 # Environment variable that names the storages that plans may choose; worker processes find it, too.
 STORAGES_VARIABLE = "AUTOTUNE_STORAGES"
 # The storages of a space for which no others were asked.

@@ -19,7 +19,7 @@ from autotune.mechanics.compressed import _rounded, mask_in_bits
 from autotune.mechanics.storages import offered
 from autotune.profiling.profiler import ProfilerOptions, profile
 
-UNCOMPILED = [one for one in Storage if one not in COMPILED_STORAGES and not one.needs_accelerator]
+UNCOMPILED = [one for one in Storage if not (one in COMPILED_STORAGES or one.needs_accelerator or one.keeps_gathered)]
 COMPRESSED = [storage for storage in UNCOMPILED if not storage.exact]
 # The relative error of the gradient that each storage may cause in these blocks.
 LIMITS = {"compress8": 0.02, "compress4": 0.3}
@@ -220,7 +220,8 @@ def test_only_exact_storages_are_offered_unless_others_are_asked_for(monkeypatch
     assert offered(["selective"]) == ("save", "compress4", "recompute")
     monkeypatch.setenv("AUTOTUNE_STORAGES", "zip")
     with pytest.raises(
-        InputError, match=r"AUTOTUNE_STORAGES: names 'zip' \(allowed: save, compiled, selective, compiled50, compress8"
+        InputError,
+        match=r"AUTOTUNE_STORAGES: names 'zip' \(allowed: save, gathered, compiled, selective, compiled50, compress8",
     ):
         offered(None)
 
@@ -228,7 +229,8 @@ def test_only_exact_storages_are_offered_unless_others_are_asked_for(monkeypatch
 @pytest.mark.parametrize("storages", ["recompute", ["zip"], [3], 3])
 def test_a_job_with_other_storages_is_refused(storages: object) -> None:
     with pytest.raises(
-        JobError, match=r"storages is .*allowed: a list of some of save, compiled, selective, compiled50, compress8"
+        JobError,
+        match=r"storages is .*allowed: a list of some of save, gathered, compiled, selective, compiled50, compress8",
     ):
         tiny_job.make(storages=storages)
 

@@ -211,13 +211,13 @@ GOOD = {
         ({"precision": None}, r"precision is None \(allowed: an object\)"),
         (
             {"storage": {"a": "elsewhere"}},
-            r"storage.a is 'elsewhere' \(allowed: save, compiled, .*recompute\)",
+            r"storage.a is 'elsewhere' \(allowed: save, gathered, .*recompute\)",
         ),
         ({"storage": "save"}, r"storage is 'save' \(allowed: an object\)"),
         ({"launch": []}, r"launch is \[\] \(allowed: an object\)"),
         (
             {"launch": {"stage": 1}},
-            r"unknown key 'launch.stage' \(allowed: compile, fp32, knobs, learning_rate, optimizer, zero_stage\)",
+            r"unknown key 'launch.stage' \(allowed: compile, fp32, knobs, learning_rate, mesh, optimizer, zero_stage\)",
         ),
         ({"launch": {"zero_stage": 4}}, r"launch.zero_stage is 4 \(allowed: 0, 1, 2, 3\)"),
         ({"launch": {"zero_stage": True}}, r"launch.zero_stage is True \(allowed: a whole number\)"),
@@ -411,7 +411,9 @@ def test_precisions_and_storages_have_the_expected_properties():
     assert [p.element_bytes for p in Precision] == [4, 4, 2, 2, 1]
     assert [p for p in Precision if p.asked_only] == ["fp8"]
     assert [s for s in Storage if s.needs_accelerator] == ["offload"]
-    assert [s for s in Storage if s.recomputes] == ["recompute"]
+    assert [s for s in Storage if s.recomputes] == ["gathered-recompute", "recompute"]
+    assert [s for s in Storage if s.keeps_gathered] == ["gathered", "gathered-recompute"]
+    assert [s.released for s in Storage if s.keeps_gathered] == ["save", "recompute"]
     assert [s for s in Storage if not s.exact] == ["compiled", "compiled50", "compress8", "compress4", "compiled10"]
     assert [s.compile_budget for s in Storage if s.compile_budget] == [1.0, 0.5, 0.1]
     assert len({s.label for s in Storage} | {s.act for s in Storage}) == 2 * len(Storage)

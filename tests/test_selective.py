@@ -26,7 +26,7 @@ from autotune.mechanics.recorded_graph import GroupFacts, kept_groups
 from autotune.mechanics.selective import has_compiled_code
 from autotune.profiling.profiler import ProfilerOptions, profile
 
-UNCOMPILED = [storage for storage in Storage if storage not in COMPILED_STORAGES]
+UNCOMPILED = [one for one in Storage if not (one in COMPILED_STORAGES or one.keeps_gathered)]
 PARTIAL = [Storage.SELECTIVE, Storage.REBUILD]
 
 

@@ -25,7 +25,7 @@ from autotune import Job, Plan, Precision, Storage, TorchEngine
 from autotune.choices import EXACT_STORAGES
 
 # Those that a CPU can have.
-STORAGES = tuple(storage for storage in EXACT_STORAGES if not storage.needs_accelerator)
+STORAGES = tuple(one for one in EXACT_STORAGES if not (one.needs_accelerator or one.keeps_gathered))
 
 # The quick tests switch as often as suffices to switch every unit many times; the slow ones a thousand times.
 QUICK, MANY = 100, 1000

@@ -39,8 +39,15 @@ class StorageAct(Protocol):
 
 logger = logging.getLogger(__name__)
 
-# Every storage but ``save`` and ``gathered``, which call the forward as it is; an engine keeps weights gathered.
+
+def _saved(_unit: Recomputation, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a unit's forward as it is; an engine keeps its weights gathered."""
+    return forward(*args, **kwargs)
+
+
+# Every storage but ``save``, which calls the forward as it is.
 ACTS: Mapping[Storage, StorageAct] = {
+    Storage.GATHERED: _saved,
     **{one: functools.partial(compiled, budget=one.compile_budget) for one in COMPILED_STORAGES},
     Storage.SELECTIVE: functools.partial(selective, costly=False),
     Storage.COMPRESS8: functools.partial(compressed, bits=8),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from autotune.choices import COMPILED_STORAGES, STORAGES
+from autotune.choices import HASTENING_STORAGES, STORAGES
 from autotune.cost_model.profile import Boundary, Cost, StepTable
 from autotune.plan import PlanSpace, Storage
 from autotune.units import Unit
@@ -17,7 +17,7 @@ from autotune.units import Unit
 _UNSEEN_MARGIN = 1.03
 
 _INEXACT = tuple(storage for storage in STORAGES if not storage.exact)
-_RECOMPUTING = tuple(storage for storage in STORAGES if storage.recomputes)
+_RECOMPUTING = tuple(storage for storage in STORAGES if storage.recomputes and not storage.keeps_gathered)
 
 # Units of one kind cost the same: a unit's class, and its number of parameters.
 UnitKind = tuple[str, int]
@@ -74,12 +74,12 @@ def most(costs: Sequence[Cost]) -> Cost:
 def none_faster_than_saving(costs: Mapping[str, Cost]) -> dict[str, Cost]:
     """Return the costs with every storage taking at least as long as saving: a shorter time can only be noise.
 
-    Compiled units may be faster.
+    Compiled units and those that keep their weights gathered may be faster.
     """
     raised = dict(costs)
     for name, cost in costs.items():
         precision, _, storage = name.partition("/")
-        saving = None if storage in COMPILED_STORAGES else costs.get(f"{precision}/{Storage.SAVE}")
+        saving = None if storage in HASTENING_STORAGES else costs.get(f"{precision}/{Storage.SAVE}")
         if saving is not None and cost.seconds < saving.seconds:
             raised[name] = replace(cost, backward_s=cost.backward_s + saving.seconds - cost.seconds)
     return raised
