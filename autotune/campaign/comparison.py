@@ -7,6 +7,7 @@ all arms.
 
 from __future__ import annotations
 
+import contextlib
 import decimal
 import functools
 import json
@@ -20,6 +21,7 @@ from typing import Any
 from autotune.agents.policy import Policy, StaticPolicy
 from autotune.cost_model.carbon import Intensity
 from autotune.cost_model.paper_equations import Constraints
+from autotune.engines.engine import Engine
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError
 from autotune.gym.observation import Observation
@@ -48,6 +50,13 @@ GATE = "baseline-again"
 # Most characters of what a failure was that are recorded.
 _LONGEST_DETAIL = 500
 _OUT_OF_MEMORY = (Failure.OUT_OF_MEMORY, Failure.OVER_BUDGET)
+# Opens the engine of a run of a job, with a seed.
+OpenRun = Callable[[Job, int, EngineOptions], Engine]
+
+
+def on_one_rank(job: Job, seed: int, options: EngineOptions) -> Engine:
+    """Return an engine that trains a run in this process."""
+    return TorchEngine(job, seed=seed, options=options)
 
 
 def find_horizon(
@@ -57,6 +66,7 @@ def find_horizon(
     on_pilot: Callable[[int, float], None] | None = None,
     needs_target: bool = False,
     gradient_norm: float | None = None,
+    open_run: OpenRun = on_one_rank,
 ) -> int:
     """Return the number of samples in every compared run: about 1.25 times as many as the baseline needs.
 
@@ -70,6 +80,7 @@ def find_horizon(
         on_pilot: called with the number of the pilot and its progress, from 0 to 1.
         needs_target: whether a job whose first pilot misses its target is refused.
         gradient_norm: as in the protocol.
+        open_run: opens the engine of a run.
 
     Returns:
         Samples, a multiple of the evaluation interval; the job's own length if it has no target. If the first pilot
@@ -86,7 +97,7 @@ def find_horizon(
     longest_missed = 0
     for number in range(_PILOTS):
         on_step = _share_of(on_pilot, number, length)
-        record = pilot(job, length, seed=seed, on_step=on_step, gradient_norm=gradient_norm)
+        record = pilot(job, length, seed=seed, on_step=on_step, gradient_norm=gradient_norm, open_run=open_run)
         if record.reached:
             arrivals[length] = record.samples / length
             if _ARRIVAL[0] <= arrivals[length] <= _ARRIVAL[1]:
@@ -150,23 +161,21 @@ def pilot(
     seed: int = 0,
     on_step: Callable[[int], None] | None = None,
     gradient_norm: float | None = None,
+    open_run: OpenRun = on_one_rank,
 ) -> RunRecord:
     """Train the baseline until it reaches the target, with a schedule for the given number of samples."""
     options = EngineOptions(total_samples=samples, meter_memory=False)
-    engine = TorchEngine(job, seed=seed, options=options)
-    policy = StaticPolicy("baseline", engine.space.baseline())
-    run = _Run(
-        job=job,
-        policy=policy,
-        engine=engine,
-        seed=seed,
-        samples=samples,
-        on_step=on_step,
-        gradient_norm=gradient_norm,
-    )
-    record = run.record(stop_at_target=True)
-    engine.close()
-    return record
+    with contextlib.closing(open_run(job, seed, options)) as engine:
+        run = _Run(
+            job=job,
+            policy=StaticPolicy("baseline", engine.space.baseline()),
+            engine=engine,
+            seed=seed,
+            samples=samples,
+            on_step=on_step,
+            gradient_norm=gradient_norm,
+        )
+        return run.record(stop_at_target=True)
 
 
 def _share_of(on_pilot: Callable[[int, float], None] | None, number: int, length: int) -> Callable[[int], None] | None:
@@ -183,6 +192,7 @@ def compare(
     journal: Journal | None = None,
     on_progress: Callable[[str, int, float], None] | None = None,
     intensity: Intensity | None = None,
+    open_run: OpenRun = on_one_rank,
 ) -> dict[str, Any]:
     """Run every arm on every seed and return ``comparison.json`` as an object.
 
@@ -195,6 +205,7 @@ def compare(
         journal: journal of finished runs, which are not repeated.
         on_progress: called with the arm, the seed and the progress of the run, from 0 to 1.
         intensity: carbon intensity, to add the grams of CO2 of runs with known energy; ``None`` adds none.
+        open_run: opens the engine of a run.
     """
     if tracker is not None:
         tracker.tags({"protocol_sha256": protocol.digest, "protocol": json.dumps(asdict(protocol))})
@@ -204,7 +215,9 @@ def compare(
     for index, seed in enumerate(protocol.seeds):
         # A B C, then C B A: a drift of the machine's speed affects all arms alike.
         for arm in arms if index % 2 == 0 else list(reversed(arms)):
-            run = functools.partial(_undisturbed, arm.job or job, arm, seed, protocol, on_progress, repetitions)
+            run = functools.partial(
+                _undisturbed, arm.job or job, arm, seed, protocol, on_progress, repetitions, open_run
+            )
             found = journal.once({"run": arm.name, "seed": seed}, run, Run)
             record = RunRecord.from_json(found)
             for _, plan in record.plans:
@@ -222,11 +235,12 @@ def _undisturbed(
     protocol: Protocol,
     on_progress: Callable[[str, int, float], None] | None,
     repetitions: Repetitions,
+    open_run: OpenRun,
 ) -> dict[str, Any]:
     """Run an arm on a seed, and once more if the machine was busy; return the record that was disturbed less."""
-    record = _run_arm(job, arm, seed, protocol, on_progress)
+    record = _run_arm(job, arm, seed, protocol, on_progress, open_run)
     if repetitions.is_due(record.waited_frac):
-        again = _run_arm(job, arm, seed, protocol, on_progress)
+        again = _run_arm(job, arm, seed, protocol, on_progress, open_run)
         repetitions.made(again.waited_frac)
         record = min(record, again, key=lambda one: math.inf if one.waited_frac is None else one.waited_frac)
     return record.to_json()
@@ -238,30 +252,29 @@ def _run_arm(
     seed: int,
     protocol: Protocol,
     on_progress: Callable[[str, int, float], None] | None,
+    open_run: OpenRun,
 ) -> RunRecord:
     options = EngineOptions(total_samples=protocol.horizon_samples, watts=protocol.watts)
-    engine = TorchEngine(job, seed=seed, options=options)
-    policy = arm.policy(engine.space)
-    policy.reset()
 
     def on_step(samples: int) -> None:
         if on_progress is not None:
             on_progress(arm.name, seed, min(samples / protocol.horizon_samples, 1.0))
 
-    run = _Run(
-        job=job,
-        policy=policy,
-        engine=engine,
-        seed=seed,
-        samples=protocol.horizon_samples,
-        budget_bytes=protocol.memory_budget_bytes,
-        dips=protocol.dips,
-        on_step=on_step,
-        gradient_norm=protocol.gradient_norm,
-    )
-    record = run.record(stop_at_target=False)
-    engine.close()
-    return record
+    with contextlib.closing(open_run(job, seed, options)) as engine:
+        policy = arm.policy(engine.space)
+        policy.reset()
+        run = _Run(
+            job=job,
+            policy=policy,
+            engine=engine,
+            seed=seed,
+            samples=protocol.horizon_samples,
+            budget_bytes=protocol.memory_budget_bytes,
+            dips=protocol.dips,
+            on_step=on_step,
+            gradient_norm=protocol.gradient_norm,
+        )
+        return run.record(stop_at_target=False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -270,7 +283,7 @@ class _Run:
 
     job: Job
     policy: Policy
-    engine: TorchEngine
+    engine: Engine
     seed: InitVar[int]
     samples: int
     budget_bytes: int | None = None
@@ -279,6 +292,9 @@ class _Run:
     gradient_norm: float | None = None
     _record: RunRecord = field(init=False)
     _windows: int = field(init=False, default=0)
+    # Optimizer steps and samples so far.
+    _steps: int = field(init=False, default=0)
+    _samples: int = field(init=False, default=0)
     # Whether the last metric was not finite.
     _diverged: bool = field(init=False, default=False)
     _trained_s: float = field(init=False, default=0.0)
@@ -324,7 +340,7 @@ class _Run:
             self._trained_s += time.perf_counter() - began
         record.waited_frac = mean_wait(self._waits)
         record.alone = dict(getattr(self.policy, "alone", {}))
-        record.steps, record.samples = engine.progress.steps, engine.progress.samples
+        record.steps, record.samples = self._steps, self._samples
         if self._step_s:
             record.throughput = statistics.fmean(self._samples_per_step) / statistics.median(self._step_s)
         if record.failure is None and self._diverged:
@@ -345,8 +361,7 @@ class _Run:
 
     def _goes_on(self) -> bool:
         """Return whether the run has not ended: at its steps if these are the job's own length, else at its samples."""
-        progress = self.engine.progress
-        return progress.samples < self.samples and (self._last_step is None or progress.steps < self._last_step)
+        return self._samples < self.samples and (self._last_step is None or self._steps < self._last_step)
 
     @property
     def _last_step(self) -> int | None:
@@ -358,7 +373,7 @@ class _Run:
         if self.dips is not None and self.budget_bytes is not None:
             self.engine.memory_budget_bytes = self.dips.budget(self._windows, self.budget_bytes)
         self._windows += 1
-        began = self.engine.progress.samples
+        began = self._samples
         window = self.engine.run(self._window_steps(began))
         self._take(window)
         if not self._survived(window):
@@ -387,17 +402,19 @@ class _Run:
         if self.job.batching == "adaptive":
             per_step *= self.engine.plan.accumulation_steps
         stride = self.job.evaluate_every * self.job.batch_size
-        left = min(self.samples, began + stride) - self.engine.progress.samples
+        left = min(self.samples, began + stride) - self._samples
         steps = max(1, math.ceil(left / per_step))
-        return steps if self._last_step is None else min(steps, self._last_step - self.engine.progress.steps)
+        return steps if self._last_step is None else min(steps, self._last_step - self._steps)
 
     def _apply(self, plan: Plan) -> None:
         if not self._record.plans or plan != self.engine.plan:
-            self._record.plans.append((self.engine.progress.steps, plan.to_json()))
+            self._record.plans.append((self._steps, plan.to_json()))
         self.engine.apply(plan)
 
     def _take(self, window: Measurement) -> None:
         record = self._record
+        self._steps += window.steps
+        self._samples += window.samples
         self._trained_s += window.total_s
         self._waits.append((window.total_s, window.waited_frac))
         norm = math.nan if window.gradient is None else window.gradient.norm
@@ -410,14 +427,14 @@ class _Run:
             record.energy_source = window.energy_source
         peaks = [peak for peak in (record.peak_bytes, window.peak_bytes) if peak is not None]
         record.peak_bytes = max(peaks, default=None)
-        record.windows.append(_seen(window, self.engine.progress.steps))
+        record.windows.append(_seen(window, self._steps))
         if window.failure in _OUT_OF_MEMORY and self.dips is None:
             record.within_budget = False
         if self.budget_bytes is not None and window.peak_bytes is not None:
             record.within_budget = record.within_budget and window.peak_bytes <= self.budget_bytes
 
     def _evaluate(self) -> None:
-        record, samples = self._record, self.engine.progress.samples
+        record, samples = self._record, self._samples
         metric = self.engine.evaluate()
         self._diverged = not math.isfinite(metric)
         if self._diverged:
@@ -441,7 +458,7 @@ class _Run:
             budget_ahead=self._announced(),
             batch_size=self.job.batch_size,
             adaptive=self.job.batching == "adaptive",
-            progress=min(self.engine.progress.samples / self.samples, 1.0),
+            progress=min(self._samples / self.samples, 1.0),
         )
 
     def _announced(self) -> tuple[int, ...]:

@@ -21,10 +21,12 @@ from autotune.campaign.job_profile import (
 from autotune.campaign.setup import Campaign
 from autotune.campaign.steps import SearchInputs, begin_run, begin_tracking, open_engine, publish_run, references_of
 from autotune.engines.engine import Engine
+from autotune.engines.isolated_engine import IsolatedEngine
 from autotune.engines.job_checks import build_model, build_optimizer
+from autotune.errors import InputError
 from autotune.io.documents import Count
 from autotune.io.progress import Numbered
-from autotune.launching import launched, split
+from autotune.launching import launched, split, suffix
 from autotune.mechanics.devices import device_name
 from autotune.plan import Launch
 from autotune.records.protocol import Arm, Protocol
@@ -93,7 +95,13 @@ def _require_fitting(campaign: Campaign, names: Sequence[str], engine: Engine) -
 
 
 def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str]]) -> None:
-    """Refuse optimizers that cannot be built, for arms with launch options."""
+    """Refuse arms with launch options on several ranks, and optimizers that cannot be built."""
+    if others and campaign.ranks is not None:
+        raise InputError(
+            f"an arm is launched with {suffix(next(iter(others)))}, and all arms train on the same ranks",
+            where="--arms",
+            allowed="arms without launch options, and the job with them",
+        )
     for launch in others:
         build_optimizer(launched(campaign.job, launch), build_model(campaign.job))
 
@@ -135,7 +143,17 @@ def _run_arms(
         journal=campaign.journal,
         on_progress=on_progress,
         intensity=campaign.intensity,
+        open_run=_opener(campaign),
     )
+
+
+def _opener(campaign: Campaign) -> comparison.OpenRun:
+    """Return the function that opens the engine of a run: in this process, or on the campaign's ranks."""
+    reference, ranks = campaign.reference, campaign.ranks
+    if ranks is None:
+        return comparison.on_one_rank
+    assert reference is not None
+    return lambda _, seed, options: IsolatedEngine(reference, seed=seed, options=options, ranks=ranks)
 
 
 def _horizon(campaign: Campaign) -> int:
@@ -148,6 +166,7 @@ def _horizon(campaign: Campaign) -> int:
             on_pilot=lambda number, share: campaign.reporter.advance(share, f"pilot {number + 1}"),
             needs_target=True,
             gradient_norm=campaign.settings.objective.gradient_norm,
+            open_run=_opener(campaign),
         )
 
     return int(campaign.journal.once({"horizon": campaign.job.name}, find, Count))

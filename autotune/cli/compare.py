@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,9 +11,13 @@ from autotune.cli import completion
 from autotune.cli import console as shared
 from autotune.cli.console import (
     BudgetOption,
+    ConfigOption,
+    EngineOption,
     GradientNormOption,
     JsonOption,
     LeanOption,
+    MeshOption,
+    RanksOption,
     ReportToOption,
     RunsOption,
     SeedOption,
@@ -61,6 +66,11 @@ def command(
             "--carbon-intensity", help="gCO2/kWh, as a number or a CSV file; the grams of each run are then shown."
         ),
     ] = None,
+    engine: EngineOption = "torch",
+    ranks: RanksOption = None,
+    zero_stage: Annotated[str, typer.Option("--zero-stage", help="With deepspeed: ZeRO stage 0, 1, 2 or 3.")] = "0",
+    ds_config: ConfigOption = None,
+    mesh: MeshOption = None,
     seed: SeedOption = 0,
     report_to: ReportToOption = None,
     runs_dir: RunsOption = shared.RUNS,
@@ -70,7 +80,8 @@ def command(
     from autotune import commands
     from autotune.campaign.arms import arm_names
     from autotune.campaign.trusted_inputs import TrustedInputs
-    from autotune.records.requests import CompareOptions, recorded_address
+    from autotune.errors import InputError
+    from autotune.records.requests import CompareOptions, Ranks, recorded_address
 
     options = CompareOptions(
         seeds=seeds,
@@ -87,6 +98,10 @@ def command(
         report_to=report_to,
     )
     names = [name.strip() for name in arms.split(",")]
+    rank_options = shared.ranks(engine, ranks, zero_stage, ds_config, mesh)
+    if "all" in (zero_stage, mesh) or (rank_options is not None and len(job) > 1):
+        problem = "--ranks cannot be combined with several jobs, or with several layouts of the ranks"
+        raise InputError(problem, allowed="one job, and one --mesh or --zero-stage")
     output = shared.console(as_json=as_json)
     with shared.Bars(output) as bars:
         if len(job) > 1:
@@ -94,8 +109,12 @@ def command(
             document = commands.compare_jobs(job, names, options, trusted, runs_dir, bars)
         else:
             names = arm_names(names)
-            trusted = TrustedInputs(jobs=job, arms=names, storage=storage, carbon_intensity=carbon_intensity)
-            document = commands.run_comparison(options.request(job[0], names), trusted, runs_dir, bars)
+            config = None if rank_options is None else rank_options.config
+            trusted = TrustedInputs(
+                jobs=job, arms=names, storage=storage, carbon_intensity=carbon_intensity, ds_config=config
+            )
+            request = replace(options.request(job[0], names), ranks=Ranks.of(rank_options))
+            document = commands.run_comparison(request, trusted, runs_dir, bars)
     (show_jobs if len(job) > 1 else show)(document, output, as_json=as_json)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from autotune.campaign import comparison_campaign
 from autotune.campaign.arms import arm_names
 from autotune.campaign.setup import prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
+from autotune.engines.registry import RankOptions
 from autotune.io.documents import validated
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
-from autotune.records.requests import CompareOptions, CompareRequest, recorded_address
+from autotune.records.requests import CompareOptions, CompareRequest, Ranks, recorded_address
 
 
 def compare(
@@ -34,6 +35,7 @@ def compare(
     storage: str | None = None,
     watts: float | None = None,
     carbon_intensity: str | None = None,
+    ranks: RankOptions | None = None,
     report_to: str | None = None,
     runs_dir: str | Path = "runs",
     reporter: Reporter | None = None,
@@ -56,6 +58,7 @@ def compare(
         watts: as for :func:`tune`.
         carbon_intensity: grams of CO2 per kWh, or a file with a time series that covers the runs. The document then has
             the grams of CO2 of each run with known energy.
+        ranks: as for :func:`tune`; searches and compared runs train on them, and the job is given by its reference.
         report_to: experiment tracker: ``mlflow``, ``tensorboard``, ``wandb`` or ``none``; ``None`` for that in the
             variable ``AUTOTUNE_REPORT_TO``, or ``mlflow``.
         runs_dir: folder in which the run directory is made.
@@ -83,8 +86,15 @@ def compare(
     )
     validated(CompareOptions, asdict(options), where="compare")
     names = arm_names(arms)
-    trusted = TrustedInputs(jobs=[job], arms=names, storage=storage, carbon_intensity=carbon_intensity)
-    return run_comparison(options.request(job, names), trusted, Path(runs_dir), reporter or Silent())
+    trusted = TrustedInputs(
+        jobs=[job],
+        arms=names,
+        storage=storage,
+        carbon_intensity=carbon_intensity,
+        ds_config=None if ranks is None else ranks.config,
+    )
+    request = replace(options.request(job, names), ranks=Ranks.of(ranks))
+    return run_comparison(request, trusted, Path(runs_dir), reporter or Silent())
 
 
 def run_comparison(
