@@ -10,7 +10,28 @@ import typer
 from autotune.cli import completion
 from autotune.cli import console as shared
 from autotune.cli.arguments import output_file
-from autotune.cli.console import BudgetOption, JobArgument, JsonOption
+from autotune.cli.console import BudgetOption, JsonOption
+from autotune.cli.plan_options import (
+    Config,
+    Devices,
+    Ffn,
+    Fixed,
+    Gated,
+    GlobalBatch,
+    Heads,
+    Hidden,
+    InnerLink,
+    KvHeads,
+    Layers,
+    Link,
+    PerNode,
+    Sequence,
+    Tied,
+    Top,
+    Trainable,
+    Vocab,
+)
+from autotune.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,23 +47,89 @@ _HEADROOM = 0.1
 
 
 def command(
-    job: JobArgument,
     device: Annotated[
         str,
         typer.Option(
             "--device", help="Device: b200, h100, a100, rtx4090, mi300x, ...", autocompletion=completion.devices
         ),
     ],
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            help="Job: a catalog name, package.module:attribute, or file.py:attribute. With --devices, --config or "
+            "sizes may describe a transformer instead.",
+            autocompletion=completion.jobs,
+        ),
+    ] = None,
+    devices: Devices = None,
+    config: Config = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    ffn: Ffn = None,
+    vocab: Vocab = None,
+    sequence: Sequence = None,
+    gated: Gated = None,
+    tied: Tied = None,
+    global_batch: GlobalBatch = None,
+    fixed: Fixed = "",
+    trainable: Trainable = None,
+    per_node: PerNode = 8,
+    link: Link = None,
+    inner_link: InnerLink = None,
     memory_budget: BudgetOption = None,
+    top: Top = 5,
     output: Annotated[
         Path | None, typer.Option("--output", callback=output_file, help="File to write the plan to.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate a job's memory and time on another device, and compute the plan to launch with.
+    """Estimate memory and time on another device, or on many, and compute the plan to launch with.
 
     The model is not allocated, so jobs far larger than this machine can be planned. All numbers are estimates.
     """
+    numbers = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+        "vocab": vocab,
+        "gated": gated,
+        "tied": tied,
+    }
+    many = {"--config": config, "--seq": sequence, "--global-batch": global_batch, "--trainable": trainable}
+    many |= {f"--{name}": value for name, value in numbers.items()} | {"--plan": fixed or None, "--link": link}
+    given = [name for name, value in many.items() if value is not None]
+    if devices is not None or (job is None and given):
+        from autotune.cli.plan_devices import Asked, Sizes, run
+
+        sizes = Sizes(job=job, config=config, numbers=numbers, sequence=sequence)
+        asked = Asked(
+            sizes=sizes,
+            device=device,
+            devices=devices or "1",
+            per_node=per_node,
+            link=link,
+            inner_link=inner_link,
+            global_batch=global_batch,
+            plan=fixed,
+            trainable=trainable,
+            memory_budget=memory_budget,
+            top=top,
+        )
+        run(asked, output=output, as_json=as_json)
+        return
+    if job is None:
+        raise InputError("no job is named", where="plan", allowed="JOB, --config FILE, or --layers, --hidden, ...")
+    if given:
+        raise InputError(f"{given[0]} is for layouts of many devices", where="plan", allowed="--devices as well")
+    _one_device(job, device, memory_budget, output, as_json=as_json)
+
+
+def _one_device(job: str, device: str, memory_budget: str | None, output: Path | None, *, as_json: bool) -> None:
+    """Estimate a job on one device, unit by unit, and print the best plan."""
     from autotune.budget import MemoryBudget, format_bytes
     from autotune.catalog import load_job
     from autotune.cost_model.device_table import find_device

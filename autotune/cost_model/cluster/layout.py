@@ -26,6 +26,7 @@ class Layout:
         micro_batches: micro-batches of one optimizer step (k).
         sequence: tokens of one sequence.
         checkpointing: "none", "selective" (every other product and cheap operations are recomputed), or "full".
+        checkpointed: share of the blocks to which that applies; the others keep all.
         zero_stage: states that are sharded over ``shard``: 0 none, 1 optimizer, 2 and gradients, 3 and weights.
         compiled: whether torch.compile fuses the blocks.
         float8: whether the blocks' linear layers compute in float8.
@@ -54,6 +55,7 @@ class Layout:
     micro_batches: int = 1
     sequence: int = 2048
     checkpointing: Checkpointing = "none"
+    checkpointed: float = 1.0
     zero_stage: int = 3
     compiled: bool = False
     float8: bool = False
@@ -77,8 +79,9 @@ class Layout:
             raise InputError(f"checkpointing is {self.checkpointing!r}", where="layout", allowed=CHECKPOINTING)
         if self.zero_stage not in _ZERO_STAGES:
             raise InputError(f"zero_stage is {self.zero_stage}", where="layout", allowed=_ZERO_STAGES)
-        if not 0 < self.trainable <= 1:
-            raise InputError(f"trainable is {self.trainable}", where="layout", allowed="above 0, at most 1")
+        for name in ("trainable", "checkpointed"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(f"{name} is {getattr(self, name)}", where="layout", allowed="above 0, at most 1")
 
     @property
     def devices(self) -> int:

@@ -98,9 +98,15 @@ def _boundary(model: Transformer, layout: Layout) -> float:
 
 
 def _kept_per_block(model: Transformer, layout: Layout) -> float:
-    """Return the bytes that one block keeps of one micro-batch between its forward and its backward pass."""
+    """Return the bytes that a block keeps of one micro-batch between forward and backward, the mean of all blocks."""
+    saved = saved_bytes(model, layout)
     if layout.checkpointing == "none":
-        return saved_bytes(model, layout)
+        return saved
+    return layout.checkpointed * _kept_when_checkpointed(model, layout) + (1 - layout.checkpointed) * saved
+
+
+def _kept_when_checkpointed(model: Transformer, layout: Layout) -> float:
+    """Return the bytes that a checkpointed block keeps of one micro-batch."""
     if layout.checkpointing == "full":
         return 0.0 if layout.offload else _boundary(model, layout)
     results = 2 * model.hidden + model.attention_width + 2 * model.kv_width + (2 if model.gated else 1) * model.ffn

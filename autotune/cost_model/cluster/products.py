@@ -121,12 +121,16 @@ def block_seconds(
 
 
 def _again(forward: Seconds, layout: Layout) -> Seconds:
-    """Return the seconds of what is recomputed."""
-    if layout.checkpointing == "full":
-        return forward
-    if layout.checkpointing == "none":
-        return Seconds(0.0, 0.0, 0.0, 0.0)
-    return Seconds(SELECTIVE_SHARE * forward.products, 0.0, forward.memory, SELECTIVE_SHARE * forward.launches)
+    """Return the seconds of what is recomputed, the mean of all blocks."""
+    share = 0.0 if layout.checkpointing == "none" else layout.checkpointed
+    products = share * (SELECTIVE_SHARE if layout.checkpointing == "selective" else 1.0)
+    attention = 0.0 if layout.checkpointing == "selective" else share
+    return Seconds(
+        products * forward.products,
+        attention * forward.attention,
+        share * forward.memory,
+        products * forward.launches,
+    )
 
 
 def _shapes(model: Transformer, layout: Layout) -> tuple[tuple[int, int, int], ...]:

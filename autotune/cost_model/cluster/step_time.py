@@ -58,7 +58,33 @@ class StepSeconds:
         return max((one.name for one in fields(self)), key=lambda name: float(getattr(self, name)))
 
 
-def predict_seconds(model: Transformer, layout: Layout, machine: Machine, constants: Constants) -> StepSeconds:
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of one micro-batch in one block: forward, backward, what is run again; and of the output projection.
+
+    They depend on what one rank computes, not on how many ranks there are.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    again: Seconds
+    head: float
+
+    @classmethod
+    def of(cls, model: Transformer, layout: Layout, machine: Machine, constants: Constants) -> Passes:
+        """Return the seconds under a layout; arguments as for :func:`predict_seconds`."""
+        blocks = block_seconds(model, layout, machine, constants)
+        return cls(*blocks, head_seconds(model, layout, machine, constants))
+
+    @property
+    def block(self) -> float:
+        """Return the seconds of all passes through one block."""
+        return self.forward.total + self.backward.total + self.again.total
+
+
+def predict_seconds(
+    model: Transformer, layout: Layout, machine: Machine, constants: Constants, passes: Passes | None = None
+) -> StepSeconds:
     """Return the predicted seconds of an optimizer step.
 
     Args:
@@ -66,14 +92,15 @@ def predict_seconds(model: Transformer, layout: Layout, machine: Machine, consta
         layout: the layout.
         machine: the device and its links.
         constants: the model's constants.
+        passes: what one micro-batch takes in one block, if that is known already.
 
     Source: pipelines idle for (stages - 1)/(micro-batches x chunks) of the computing (Narayanan et al. 2021,
     arXiv:2104.04473, section 2.2). The largest of n normal numbers lies about sqrt(2 ln n) standard deviations above
     their mean.
     """
-    forward, backward, again = block_seconds(model, layout, machine, constants)
+    known = passes or Passes.of(model, layout, machine, constants)
+    forward, backward, again, head = known.forward, known.backward, known.again, known.head
     layers = model.layers / layout.pp
-    head = head_seconds(model, layout, machine, constants)
     exchanged = _tensor_parallel(model, layout, machine, constants) * layers
     computing = [layers * one.total for one in (forward, backward, again)]
     gathered, once = _sharding(model, layout, machine, constants, (forward, backward, again))
@@ -109,7 +136,7 @@ def _host_bound(forward: Seconds, backward: Seconds, layers: float) -> float:
 def _tensor_parallel(model: Transformer, layout: Layout, machine: Machine, constants: Constants) -> float:
     """Return the seconds of the collectives that one micro-batch needs in one block."""
     seconds = 0.0
-    passes = 3 if layout.checkpointing == "full" else 2
+    passes = 2 + (layout.checkpointed if layout.checkpointing == "full" else 0.0)
     if layout.tp > 1:
         size = 2.0 * layout.tokens * model.hidden
         # Each pass ends both of a block's halves with a sum over the ranks.
@@ -173,7 +200,7 @@ def _offloaded(model: Transformer, layout: Layout, layers: float, computing: flo
     """Return the seconds by which copies of activations to the host and back exceed the computing that hides them."""
     if not layout.offload:
         return 0.0
-    moved = 2 * 2.0 * layout.tokens * model.hidden * layers
+    moved = 2 * 2.0 * layout.tokens * model.hidden * layers * layout.checkpointed
     return max(0.0, moved / _HOST_RATE - computing)
 
 
