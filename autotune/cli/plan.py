@@ -9,28 +9,9 @@ import typer
 
 from autotune.cli import completion
 from autotune.cli import console as shared
+from autotune.cli import plan_options as options
 from autotune.cli.arguments import output_file
 from autotune.cli.console import BudgetOption, JsonOption
-from autotune.cli.plan_options import (
-    Config,
-    Devices,
-    Ffn,
-    Fixed,
-    Gated,
-    GlobalBatch,
-    Heads,
-    Hidden,
-    InnerLink,
-    KvHeads,
-    Layers,
-    Link,
-    PerNode,
-    Sequence,
-    Tied,
-    Top,
-    Trainable,
-    Vocab,
-)
 from autotune.errors import InputError
 
 if TYPE_CHECKING:
@@ -61,25 +42,37 @@ def command(
             autocompletion=completion.jobs,
         ),
     ] = None,
-    devices: Devices = None,
-    config: Config = None,
-    layers: Layers = None,
-    hidden: Hidden = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    ffn: Ffn = None,
-    vocab: Vocab = None,
-    sequence: Sequence = None,
-    gated: Gated = None,
-    tied: Tied = None,
-    global_batch: GlobalBatch = None,
-    fixed: Fixed = "",
-    trainable: Trainable = None,
-    per_node: PerNode = 8,
-    link: Link = None,
-    inner_link: InnerLink = None,
+    devices: options.Devices = None,
+    config: options.Config = None,
+    layers: options.Layers = None,
+    hidden: options.Hidden = None,
+    heads: options.Heads = None,
+    kv_heads: options.KvHeads = None,
+    ffn: options.Ffn = None,
+    vocab: options.Vocab = None,
+    sequence: options.Sequence = None,
+    gated: options.Gated = None,
+    tied: options.Tied = None,
+    global_batch: options.GlobalBatch = None,
+    fixed: options.Fixed = "",
+    trainable: options.Trainable = None,
+    per_node: options.PerNode = 8,
+    link: options.Link = None,
+    inner_link: options.InnerLink = None,
     memory_budget: BudgetOption = None,
-    top: Top = 5,
+    top: options.Top = 5,
+    find: options.Find = None,
+    export: options.Export = None,
+    tokens: options.Tokens = None,
+    price: options.Price = None,
+    watts: options.Watts = None,
+    carbon_intensity: options.Carbon = None,
+    within: options.Within = None,
+    within_cost: options.WithinCost = None,
+    failures: options.Failures = None,
+    snapshot_time: options.SnapshotTime = 60.0,
+    restart_time: options.RestartTime = 900.0,
+    figure: options.Figure = None,
     output: Annotated[
         Path | None, typer.Option("--output", callback=output_file, help="File to write the plan to.")
     ] = None,
@@ -99,10 +92,18 @@ def command(
         "gated": gated,
         "tied": tied,
     }
-    many = {"--config": config, "--seq": sequence, "--global-batch": global_batch, "--trainable": trainable}
-    many |= {f"--{name}": value for name, value in numbers.items()} | {"--plan": fixed or None, "--link": link}
+    many: dict[str, object] = {
+        "--config": config,
+        "--seq": sequence,
+        "--global-batch": global_batch,
+        "--trainable": trainable,
+    }
+    many |= {f"--{name.replace('_', '-')}": value for name, value in numbers.items()}
+    many |= {"--plan": fixed or None, "--link": link, "--find": find, "--export": export, "--tokens": tokens}
+    many |= {"--price": price, "--within": within, "--within-cost": within_cost, "--failures": failures}
     given = [name for name, value in many.items() if value is not None]
     if devices is not None or (job is None and given):
+        from autotune.cli.plan_costs import Costs
         from autotune.cli.plan_devices import Asked, Sizes, run
 
         sizes = Sizes(job=job, config=config, numbers=numbers, sequence=sequence)
@@ -118,8 +119,22 @@ def command(
             trainable=trainable,
             memory_budget=memory_budget,
             top=top,
+            find=find,
+            export=export,
         )
-        run(asked, output=output, as_json=as_json)
+        costs = Costs(
+            tokens=tokens,
+            price=price,
+            watts=watts,
+            carbon_intensity=carbon_intensity,
+            within=within,
+            within_cost=within_cost,
+            failures=failures,
+            snapshot_s=snapshot_time,
+            restart_s=restart_time,
+            figure=figure,
+        )
+        run(asked, costs, output=output, as_json=as_json)
         return
     if job is None:
         raise InputError("no job is named", where="plan", allowed="JOB, --config FILE, or --layers, --hidden, ...")

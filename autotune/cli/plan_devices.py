@@ -12,6 +12,7 @@ from autotune.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from autotune.cli.plan_costs import Costs
     from autotune.cost_model.cluster.estimate import Estimate
     from autotune.cost_model.cluster.machines import Machine
     from autotune.cost_model.cluster.search import Answer, Question
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _LIMIT_S = 50.0
 # Tokens of a sequence where only a configuration is given, whose positions may be far more than a run trains with.
 _SEQUENCE = 8192
+_FINDS = ("devices", "sequence", "micro-batch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,25 +106,34 @@ class Asked:
     trainable: str | None
     memory_budget: str | None
     top: int
+    find: str | None
+    export: str | None
 
 
-def run(asked: Asked, *, output: Path | None, as_json: bool) -> None:
+def run(asked: Asked, costs: Costs, *, output: Path | None, as_json: bool) -> None:
     """Search the layouts that are asked for, and print them.
 
     Args:
-        asked: the command line.
-        output: file to write the best plan to.
+        asked: what is asked about layouts.
+        costs: what is asked about the costs of a whole run.
+        output: file to write the best plan, or what is exported, to.
         as_json: whether to print one JSON document.
     """
     from autotune.cost_model.cluster.choices import parse_choices, parse_counts
     from autotune.cost_model.cluster.constants import fitted
     from autotune.cost_model.cluster.search import search
-    from autotune.io.files import write_json
+    from autotune.io.files import write_atomic, write_json
+    from autotune.report.layout_export import export_layout
 
     counts = parse_counts(asked.devices, where="--devices")
     parse_choices(asked.plan)
+    priced = costs.parsed()
+    _require_known(asked)
     model, sequence = asked.sizes.model()
     machine = _machine(asked)
+    if asked.find is not None:
+        _find(asked, _question(asked, model, sequence, machine, counts[-1]), as_json=as_json)
+        return
     answers: dict[int, tuple[Question, Answer]] = {}
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"search layouts on {machine.name}", len(counts))
@@ -130,10 +141,16 @@ def run(asked: Asked, *, output: Path | None, as_json: bool) -> None:
             question = _question(asked, model, sequence, machine, count)
             answers[count] = question, search(question, fitted(), count=asked.top, limit_s=_LIMIT_S / len(counts))
             bars.advance(number)
-    document = _document(asked, model, machine, answers)
-    if output is not None:
-        best = min((answer.best[0] for _, answer in answers.values()), key=lambda one: 1 / one.tokens_per_s)
-        write_json(output, best.to_json())
+    best = [one for _, answer in answers.values() for one in answer.best]
+    chosen, account = priced.account(best)
+    document = _document(asked, model, machine, answers) | account
+    exported = None if asked.export is None else export_layout(chosen, asked.export)
+    if exported is not None:
+        document["exported"] = exported
+    if output is not None and exported is not None:
+        write_atomic(output, exported)
+    elif output is not None:
+        write_json(output, chosen.to_json())
     if as_json:
         shared.print_json(document)
         return
@@ -142,6 +159,47 @@ def run(asked: Asked, *, output: Path | None, as_json: bool) -> None:
         console.print(_table(answer, f"{count} x {machine.name}: estimated, not measured"))
         console.print(_memory_line(answer.best[0], question), soft_wrap=True)
         console.print(_search_line(answer), soft_wrap=True)
+    priced.show(account, described(chosen), console)
+    if exported is not None and output is None:
+        console.print(exported, markup=False, highlight=False, soft_wrap=True)
+
+
+def _require_known(asked: Asked) -> None:
+    """Refuse unknown names before a search, which may take a minute."""
+    from autotune.report.layout_export import EXPORTS
+
+    if asked.export is not None and asked.export not in EXPORTS:
+        raise InputError(f"is {asked.export!r}", where="--export", allowed=EXPORTS, given=asked.export)
+    if asked.find is not None and asked.find not in _FINDS:
+        raise InputError(f"is {asked.find!r}", where="--find", allowed=_FINDS, given=asked.find)
+
+
+def _find(asked: Asked, question: Question, *, as_json: bool) -> None:
+    """Print what just fits: the fewest devices, the longest sequence or the largest micro-batch."""
+    from autotune.budget import format_bytes
+    from autotune.cost_model.cluster import limits
+    from autotune.cost_model.cluster.constants import fitted
+    from autotune.cost_model.cluster.estimate import estimate_layout
+
+    finds = {
+        "devices": (limits.fewest_devices, "devices are enough"),
+        "sequence": (limits.longest_sequence, "tokens fit in one sequence"),
+        "micro-batch": (limits.largest_micro_batch, "sequences fit in one micro-batch"),
+    }
+    find, text = finds[str(asked.find)]
+    value, layout = find(question, fitted())
+    estimate = estimate_layout(
+        question.model, layout, question.machine, fitted(), budget_bytes=question.budget_bytes
+    )  # fmt: skip
+    if as_json:
+        shared.print_json({"estimated": True, "find": asked.find, "value": value, "plan": estimate.to_json()})
+        return
+    shared.console(as_json=False).print(
+        f"{value:,} {text} (estimated, not measured): {described(estimate)} needs "
+        f"{format_bytes(int(estimate.memory.total))} of {format_bytes(int(question.budget_bytes))} on "
+        f"{layout.devices} x {question.machine.name}",
+        soft_wrap=True,
+    )
 
 
 def _machine(asked: Asked) -> Machine:
@@ -164,6 +222,7 @@ def _question(asked: Asked, model: Transformer, sequence: int, machine: Machine,
     from autotune.cost_model.cluster.choices import parse_choices
     from autotune.cost_model.cluster.layout import Layout
     from autotune.cost_model.cluster.search import Question
+    from autotune.report.layout_export import NEEDS
 
     budget: float = machine.capacity_bytes
     if asked.memory_budget is not None:
@@ -172,6 +231,8 @@ def _question(asked: Asked, model: Transformer, sequence: int, machine: Machine,
             raise InputError(f"is {asked.memory_budget!r}", where="--memory-budget", allowed="a size, as in 70GiB")
         budget = size
     fixed, settings = parse_choices(asked.plan)
+    if asked.export is not None:
+        fixed = {**NEEDS[asked.export], **fixed}
     return Question(
         model=model,
         machine=machine,

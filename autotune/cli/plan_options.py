@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.arguments import input_path
+from autotune.cli.arguments import input_path, output_file
 
 _LARGEST = 2**31
 
@@ -45,3 +45,37 @@ PerNode = Annotated[int, typer.Option("--per-node", min=1, max=1024, help="Devic
 Link = Annotated[str | None, typer.Option("--link", help="Rate between nodes, of one node: 3200Gbit/s or 400GB/s.")]
 InnerLink = Annotated[str | None, typer.Option("--inner-link", help="Rate inside a node, of one device: 450GB/s.")]
 Top = Annotated[int, typer.Option("--top", min=1, max=100, help="Number of layouts to show.")]
+Find = Annotated[
+    str | None,
+    typer.Option("--find", help="Show what just fits: devices, sequence or micro-batch."),
+]
+Export = Annotated[
+    str | None,
+    typer.Option("--export", help="Settings for torchtitan, megatron, deepspeed or accelerate."),
+]
+Tokens = Annotated[str | None, typer.Option("--tokens", help="Tokens of the whole run, as in 300B, for its costs.")]
+Price = Annotated[str | None, typer.Option("--price", help="Price of one device and hour, as in 2.5USD.")]
+Watts = Annotated[
+    float | None, typer.Option("--watts", min=0.001, max=1e6, help="Mean power of one device; its limit by default.")
+]
+Carbon = Annotated[
+    str | None, typer.Option("--carbon-intensity", help="Grams of CO2 per kWh: a number, or a CSV file of a series.")
+]
+Within = Annotated[str | None, typer.Option("--within", help="Choose the cheapest plan that ends within, as in 2d.")]
+WithinCost = Annotated[
+    str | None, typer.Option("--within-cost", help="Choose the fastest plan that costs at most, as in 10000USD.")
+]
+Failures = Annotated[
+    float | None,
+    typer.Option("--failures", min=1e-12, max=1.0, help="Failures of one device in a day, as in 0.0005."),
+]
+SnapshotTime = Annotated[
+    float, typer.Option("--snapshot-time", min=0.001, max=86_400, help="Seconds for which a snapshot stops a run.")
+]
+RestartTime = Annotated[
+    float, typer.Option("--restart-time", min=0, max=86_400, help="Seconds from a failure until training goes on.")
+]
+Figure = Annotated[
+    Path | None,
+    typer.Option("--figure", callback=output_file, help="PNG file for the plans that no other beats in time and cost."),
+]

@@ -169,6 +169,34 @@ def draw_published(document: Mapping[str, Any], path: Path) -> Path:
     )
 
 
+def draw_run_costs(
+    plans: Sequence[tuple[float, float]], front: Sequence[tuple[float, float]], unit: str, path: Path
+) -> Path:
+    """Draw days and costs of runs under several plans, and the front of those that no other plan beats in both.
+
+    Args:
+        plans: days and cost of each plan.
+        front: days and cost of the plans on the front, fastest first.
+        unit: unit of the costs.
+        path: the PNG file to write.
+
+    Returns:
+        The path.
+    """
+    days, costs = zip(*plans, strict=True)
+    plot = Plot(
+        title="Estimated, not measured",
+        described="",
+        x=axis_around("days", days, least=0.0),
+        y=axis_around(unit, costs, least=0.0),
+        layers=[
+            Layer(name="plans", look=arm_look(0), shape=Shape.DOTS, points=plans),
+            Layer(name="no other plan is faster and cheaper", look=arm_look(1), shape=Shape.LINE, points=front),
+        ],
+    )
+    return draw([plot], path)
+
+
 def draw(plots: Sequence[Plot], path: Path, *, size: tuple[float, float] = (8, 5), title: str = "") -> Path:
     """Write plots side by side into one PNG file, which may replace a regular file.
 
