@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autotune.cost_model.cluster.choices import parse_choices, parse_counts, parse_rate
 from autotune.cost_model.cluster.constants import fitted
 from autotune.cost_model.cluster.estimate import Estimate, estimate_layout
-from autotune.cost_model.cluster.layout import Layout
+from autotune.cost_model.cluster.layout import CHECKPOINTING, Layout
 from autotune.cost_model.cluster.machines import find_machine
 from autotune.cost_model.cluster.search import Question, divisors, layouts, search
 from autotune.cost_model.cluster.transformer import Transformer
@@ -123,6 +123,12 @@ def test_large_searches_are_proven_after_a_bounded_number_of_layouts(devices: in
     answer = search(asked(HUGE, devices, sequence=8192, global_batch=batch), fitted())
     assert answer.gap == 0
     assert answer.evaluated + answer.too_large < most
+
+
+def test_a_given_share_of_recomputing_blocks_is_kept() -> None:
+    for fixed in ({"checkpointed": 0.3}, {"checkpointed": 0.3, "checkpointing": "full"}):
+        kinds = {(one.checkpointing, one.checkpointed) for one in layouts(asked(devices=4, fixed=fixed))}
+        assert kinds == {(kind, 0.3) for kind in (CHECKPOINTING if len(fixed) == 1 else ("full",))}
 
 
 def test_divisors_are_all_of_them() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune.cost_model.cluster.constants import Constants
 from autotune.cost_model.cluster.estimate import Estimate, estimate_layout
-from autotune.cost_model.cluster.layout import Checkpointing, Layout
+from autotune.cost_model.cluster.layout import CHECKPOINTING, Checkpointing, Layout
 from autotune.cost_model.cluster.machines import Machine
 from autotune.cost_model.cluster.memory import predict_memory
 from autotune.cost_model.cluster.step_time import Passes
@@ -284,13 +284,9 @@ def _micro_batches(question: Question) -> Iterable[int]:
 
 def _kept(question: Question) -> Iterable[tuple[Checkpointing, float]]:
     """Yield what blocks may keep, as far as that is not given."""
-    if "checkpointing" in question.fixed and "checkpointed" in question.fixed:
-        return [(question.fixed["checkpointing"], question.fixed["checkpointed"])]
-    return [
-        (kind, share)
-        for kind, share in _CHECKPOINTING
-        if question.allows("checkpointing", kind) and question.allows("checkpointed", share)
-    ]
+    share = question.fixed.get("checkpointed")
+    kept = _CHECKPOINTING if share is None else [(kind, share) for kind in CHECKPOINTING]
+    return [pair for pair in kept if question.allows("checkpointing", pair[0])]
 
 
 def _staged(part: Layout, question: Question) -> Iterator[Layout]:
