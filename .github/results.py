@@ -375,6 +375,63 @@ def operations(found: Document) -> Iterator[str]:
     )
 
 
+def _errors(found: Document) -> list[str]:
+    """Return the cells of errors of throughput and peak, and of wrongly refused runs."""
+    cells = []
+    for name in ("throughput", "peak"):
+        median, p90 = (found[f"{name}_error_{label}"] for label in ("median", "p90"))
+        cells.append("" if median is None else f"{median:.1%}, {p90:.1%}")
+    refused = found.get("wrongly_refused")
+    return [*cells, "" if refused is None else str(refused)]
+
+
+def published(found: Document) -> Iterator[str]:
+    """Yield errors of estimates for many devices against published runs, by source, and those of other rules."""
+    order = found["order"]
+    yield (
+        f"{found['rows_count']} published runs. Errors are medians and 90th percentiles of estimated over measured, "
+        "less 1. Kendall's tau within runs of one model and device: "
+        f"{order['throughput']['kendall_tau_mean']:.2f} (mean; "
+        f"worst {order['throughput']['kendall_tau_min']:.2f}) of tokens/s per device, "
+        f"{order['peak']['kendall_tau_mean']:.2f} (worst {order['peak']['kendall_tau_min']:.2f}) of peaks."
+    )
+    heads = ["throughput", "peak", "wrongly refused"]
+    yield from table(
+        ["runs", "number", *heads],
+        (
+            *(
+                (f"all, each {name} left out of the fit", found["rows_count"], *_errors(one))
+                for name, one in found["left_out"].items()
+            ),
+            ("all, fitted to them", found["rows_count"], *_errors(found)),
+            *(
+                (f"{kind}: {name}", one["rows"], *_errors(one))
+                for kind in ("source", "device", "scale", "technique")
+                for name, one in found["by"][kind].items()
+            ),
+        ),
+    )
+    yield "A source or a model predicted by constants that were fitted without it:"
+    yield from table(
+        ["left out", "runs", "throughput", "peak"],
+        (
+            (name, one["rows"], *_errors(one)[:2])
+            for kind in found["left_out"].values()
+            for name, one in kind["groups"].items()
+        ),
+    )
+    yield "Other rules on the same runs:"
+    yield from table(["rule", *heads], ((name, *_errors(one)) for name, one in found["peers"].items()))
+    yield "The constants, before and after the fit:"
+    yield from table(
+        ["constant", "meaning", "unit", "before", "after", "source of the value before"],
+        (
+            (f"`{name}`", one["meaning"], one["unit"], f"{one['prior']:.3g}", f"{one['value']:.3g}", one["source"])
+            for name, one in found["constants"].items()
+        ),
+    )
+
+
 KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
     "demo": ("The demo", comparison),
     "search": ("Steps until a search has found its plan", search),
@@ -386,6 +443,7 @@ KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
     "storages": ("What each storage costs", storages),
     "peers": ("Techniques of other programs", peers),
     "operations": ("Errors of predictions, by operation", operations),
+    "published": ("Estimates for many devices, against published runs", published),
     "gpu": ("On a GPU", gpu),
     "overhead": ("What measuring costs", overhead),
     "cluster": ("Several workers", cluster),

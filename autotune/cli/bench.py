@@ -32,7 +32,19 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Benchmarks; results are written to runs/benchmarks/<device>/.", no_args_is_help=True)
 # Benchmarks that need no run of another command. Those that need a library or a GPU are added if it is present.
-ALL = ("overhead", "profile", "solver", "simulator", "attach", "batching", "search", "storages", "peers", "operations")
+ALL = (
+    "overhead",
+    "profile",
+    "solver",
+    "simulator",
+    "attach",
+    "batching",
+    "search",
+    "storages",
+    "peers",
+    "operations",
+    "published",
+)
 
 
 @app.callback()
@@ -472,6 +484,53 @@ def operations(
     found = [load_job(name) for name in jobs.split(",")]
     document = bench_operations(found, runs=count, runs_dir=run.runs, seed=seed, reporter=run.bars)
     return _Measured("operations", document, lines(document))
+
+
+@_bench
+def published(
+    run: _Run,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            callback=input_path,
+            help="A folder of CSV files of published runs; the package's own if left out.",
+        ),
+    ] = None,
+    left_out: Annotated[
+        bool,
+        typer.Option("--left-out/--no-left-out", help="Also predict each source and model by a fit without it."),
+    ] = True,
+) -> _Measured:
+    """Compare predictions for training on many devices with published runs, and with other rules."""
+    from autotune.bench.bench_published import bench_published, lines
+    from autotune.report.png_figures import draw_published
+
+    document = bench_published(data, left_out=left_out, reporter=run.bars)
+    run.output.print(_published_table(document))
+    name = "published" if data is None else f"published-{data.resolve().name}"
+    return _Measured(name, document, lines(document), draw=draw_published)
+
+
+def _published_table(document: dict[str, Any]) -> Table:
+    """Return a table of errors by source, and of other rules on the same rows."""
+    table = shared.table(
+        title="Estimates against published runs: errors, median and 90th percentile", title_justify="left"
+    )
+    for name in ("", "throughput", "peak", "refused"):
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
+    sources = {f"source {name}": one for name, one in document["by"]["source"].items()}
+    for name, one in {**sources, **document["peers"]}.items():
+        if name == "autotune plan":
+            table.add_section()
+        errors = [
+            ""
+            if one[f"{key}_error_median"] is None
+            else f"{one[f'{key}_error_median']:.1%}, {one[f'{key}_error_p90']:.1%}"
+            for key in ("throughput", "peak")
+        ]
+        table.add_row(name, *errors, "" if one["wrongly_refused"] is None else str(one["wrongly_refused"]))
+    return table
 
 
 @app.command("all")

@@ -16,6 +16,9 @@ HELP: dict[str, tuple[str, ...]] = {
         "Estimate the best plan for another device.",
         "autotune plan mine.py:job --device h200",
         "autotune plan mine.py:job --device a100 --memory-budget 30GiB --output plan.json",
+        "autotune plan --config config.json --seq 8192 --device h100 --devices 64",
+        "autotune plan --config config.json --seq 8192 --device h100 --devices 64,256 --tokens 1T --price 2.5USD",
+        "autotune plan --layers 32 --hidden 4096 --heads 32 --vocab 128256 --seq 8192 --device h100 --devices 64",
     ),
     "tune": (
         "Find the fastest plan within a memory budget.",

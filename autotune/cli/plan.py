@@ -9,8 +9,10 @@ import typer
 
 from autotune.cli import completion
 from autotune.cli import console as shared
+from autotune.cli import plan_options as options
 from autotune.cli.arguments import output_file
-from autotune.cli.console import BudgetOption, JobArgument, JsonOption
+from autotune.cli.console import BudgetOption, JsonOption
+from autotune.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,23 +28,123 @@ _HEADROOM = 0.1
 
 
 def command(
-    job: JobArgument,
     device: Annotated[
         str,
         typer.Option(
             "--device", help="Device: b200, h100, a100, rtx4090, mi300x, ...", autocompletion=completion.devices
         ),
     ],
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            help="Job: a catalog name, package.module:attribute, or file.py:attribute. With --devices, --config or "
+            "sizes may describe a transformer instead.",
+            autocompletion=completion.jobs,
+        ),
+    ] = None,
+    devices: options.Devices = None,
+    config: options.Config = None,
+    layers: options.Layers = None,
+    hidden: options.Hidden = None,
+    heads: options.Heads = None,
+    kv_heads: options.KvHeads = None,
+    ffn: options.Ffn = None,
+    vocab: options.Vocab = None,
+    sequence: options.Sequence = None,
+    gated: options.Gated = None,
+    tied: options.Tied = None,
+    global_batch: options.GlobalBatch = None,
+    fixed: options.Fixed = "",
+    trainable: options.Trainable = None,
+    per_node: options.PerNode = 8,
+    link: options.Link = None,
+    inner_link: options.InnerLink = None,
     memory_budget: BudgetOption = None,
+    top: options.Top = 5,
+    find: options.Find = None,
+    export: options.Export = None,
+    tokens: options.Tokens = None,
+    price: options.Price = None,
+    watts: options.Watts = None,
+    carbon_intensity: options.Carbon = None,
+    within: options.Within = None,
+    within_cost: options.WithinCost = None,
+    failures: options.Failures = None,
+    snapshot_time: options.SnapshotTime = 60.0,
+    restart_time: options.RestartTime = 900.0,
+    figure: options.Figure = None,
     output: Annotated[
         Path | None, typer.Option("--output", callback=output_file, help="File to write the plan to.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate a job's memory and time on another device, and compute the plan to launch with.
+    """Estimate memory and time on another device, or on many, and compute the plan to launch with.
 
     The model is not allocated, so jobs far larger than this machine can be planned. All numbers are estimates.
     """
+    numbers = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+        "vocab": vocab,
+        "gated": gated,
+        "tied": tied,
+    }
+    many: dict[str, object] = {
+        "--config": config,
+        "--seq": sequence,
+        "--global-batch": global_batch,
+        "--trainable": trainable,
+    }
+    many |= {f"--{name.replace('_', '-')}": value for name, value in numbers.items()}
+    many |= {"--plan": fixed or None, "--link": link, "--find": find, "--export": export, "--tokens": tokens}
+    many |= {"--price": price, "--within": within, "--within-cost": within_cost, "--failures": failures}
+    given = [name for name, value in many.items() if value is not None]
+    if devices is not None or (job is None and given):
+        from autotune.cli.plan_costs import Costs
+        from autotune.cli.plan_devices import Asked, Sizes, run
+
+        sizes = Sizes(job=job, config=config, numbers=numbers, sequence=sequence)
+        asked = Asked(
+            sizes=sizes,
+            device=device,
+            devices=devices or "1",
+            per_node=per_node,
+            link=link,
+            inner_link=inner_link,
+            global_batch=global_batch,
+            plan=fixed,
+            trainable=trainable,
+            memory_budget=memory_budget,
+            top=top,
+            find=find,
+            export=export,
+        )
+        costs = Costs(
+            tokens=tokens,
+            price=price,
+            watts=watts,
+            carbon_intensity=carbon_intensity,
+            within=within,
+            within_cost=within_cost,
+            failures=failures,
+            snapshot_s=snapshot_time,
+            restart_s=restart_time,
+            figure=figure,
+        )
+        run(asked, costs, output=output, as_json=as_json)
+        return
+    if job is None:
+        raise InputError("no job is named", where="plan", allowed="JOB, --config FILE, or --layers, --hidden, ...")
+    if given:
+        raise InputError(f"{given[0]} is for layouts of many devices", where="plan", allowed="--devices as well")
+    _one_device(job, device, memory_budget, output, as_json=as_json)
+
+
+def _one_device(job: str, device: str, memory_budget: str | None, output: Path | None, *, as_json: bool) -> None:
+    """Estimate a job on one device, unit by unit, and print the best plan."""
     from autotune.budget import MemoryBudget, format_bytes
     from autotune.catalog import load_job
     from autotune.cost_model.device_table import find_device

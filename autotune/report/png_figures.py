@@ -128,6 +128,75 @@ def draw_reproduction(document: Mapping[str, Any], path: Path) -> Path:
     return draw([plot], path, size=(9, 1.6 + 0.3 * len(rows)))
 
 
+def draw_published(document: Mapping[str, Any], path: Path) -> Path:
+    """Draw predicted over measured throughput and peak of published runs, with one colour per source.
+
+    Args:
+        document: the document of ``autotune bench published``.
+        path: the PNG file to write.
+
+    Returns:
+        The path.
+    """
+    rows = document["rows"]
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    plots = []
+    for key, unit, scale in (("tokens_per_s_per_device", "tokens/s per device", 1), ("peak_bytes", "peak, GB", 1e9)):
+        known = [row for row in rows if row["measured"][key] is not None]
+        if not known:
+            continue
+        pairs = {
+            source: [
+                (row["measured"][key] / scale, row["predicted"][key] / row["measured"][key])
+                for row in known
+                if row["source"] == source
+            ]
+            for source in sources
+        }
+        layers = [
+            Layer(name=source, look=arm_look(number), shape=Shape.ARM, points=points, number=number)
+            for number, (source, points) in enumerate(pairs.items())
+            if points
+        ]
+        layers.append(Layer(look="limit", shape=Shape.ACROSS, points=[(0.0, 1.0)]))
+        measured, ratios = zip(*(point for points in pairs.values() for point in points), strict=True)
+        x = Axis(name=f"measured {unit}", low=min(measured) / 1.2, high=max(measured) * 1.2, scale="log")
+        plots.append(
+            Plot(title="", described="", x=x, y=axis_around("estimated over measured", [1.0, *ratios]), layers=layers)
+        )
+    return draw(
+        plots, path, size=(6.5 * len(plots), 5.0), title=f"{len(rows)} published runs: estimates over measurements"
+    )
+
+
+def draw_run_costs(
+    plans: Sequence[tuple[float, float]], front: Sequence[tuple[float, float]], unit: str, path: Path
+) -> Path:
+    """Draw days and costs of runs under several plans, and the front of those that no other plan beats in both.
+
+    Args:
+        plans: days and cost of each plan.
+        front: days and cost of the plans on the front, fastest first.
+        unit: unit of the costs.
+        path: the PNG file to write.
+
+    Returns:
+        The path.
+    """
+    days, costs = zip(*plans, strict=True)
+    plot = Plot(
+        title="Estimated, not measured",
+        described="",
+        x=axis_around("days", days, least=0.0),
+        y=axis_around(unit, costs, least=0.0),
+        layers=[
+            Layer(name="plans", look=arm_look(0), shape=Shape.DOTS, points=plans),
+            Layer(name="no other plan is faster and cheaper", look=arm_look(1), shape=Shape.LINE, points=front),
+        ],
+    )
+    return draw([plot], path)
+
+
 def draw(plots: Sequence[Plot], path: Path, *, size: tuple[float, float] = (8, 5), title: str = "") -> Path:
     """Write plots side by side into one PNG file, which may replace a regular file.
 

@@ -1,0 +1,203 @@
+"""A decoder-only transformer described by its sizes, and the sizes of its parts; knows no device and no layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.errors import InputError
+
+# Largest accepted value of each size.
+_LARGEST = 2**40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """Sizes of a decoder-only transformer.
+
+    Attributes:
+        layers: number of blocks.
+        hidden: width of the residual stream.
+        heads: attention heads.
+        kv_heads: key and value heads; fewer than ``heads`` for grouped queries.
+        ffn: width of the feed-forward layer.
+        vocab: number of tokens.
+        positions: longest sequence that the model accepts; 0 if there is no limit.
+        gated: whether the feed-forward layer has a gate (SwiGLU), which makes it three products instead of two.
+        tied: whether the output projection shares the embedding's weights.
+        learned_positions: whether each position has a learned vector.
+        head_dim: width of one head.
+
+    Raises:
+        InputError: if a size is not positive, or heads do not divide.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    positions: int = 0
+    gated: bool = False
+    tied: bool = False
+    learned_positions: bool = False
+    head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"):
+            value = getattr(self, name)
+            if not 1 <= value <= _LARGEST:
+                raise InputError(f"{name} is {value}", where="model", allowed=f"1 to {_LARGEST}")
+        if self.heads % self.kv_heads:
+            raise InputError(
+                f"{self.heads} heads cannot share {self.kv_heads} key and value heads",
+                where="model",
+                allowed="a number of key and value heads that divides the number of heads",
+            )
+        if not self.head_dim:
+            if self.hidden % self.heads:
+                raise InputError(
+                    f"{self.heads} heads do not divide a hidden size of {self.hidden}",
+                    where="model",
+                    allowed="a number of heads that divides the hidden size",
+                )
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
+
+    @classmethod
+    def of_sizes(cls, *, layers: int, hidden: int, heads: int, vocab: int, **others: Any) -> Transformer:
+        """Return a transformer from a few numbers; key and value heads and the feed-forward width have defaults.
+
+        Args:
+            layers: number of blocks.
+            hidden: width of the residual stream.
+            heads: attention heads.
+            vocab: number of tokens.
+            **others: any other attribute; ``None`` is its default: ``kv_heads`` equal to ``heads``, ``ffn`` four times
+                the hidden size.
+
+        Raises:
+            InputError: if the sizes do not fit together.
+        """
+        given = {name: value for name, value in others.items() if value is not None}
+        return cls(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            vocab=vocab,
+            **{"kv_heads": heads, "ffn": 4 * hidden, **given},
+        )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, where: str = "config") -> Transformer:
+        """Return the transformer that a Hugging Face configuration describes.
+
+        Args:
+            config: the content of ``config.json``.
+            where: name of the file in errors.
+
+        Raises:
+            InputError: if a size is missing or not a whole number, or if the model has experts.
+        """
+        text = config.get("text_config")
+        found = _Config(text if isinstance(text, Mapping) else config, where)
+        found.refuse_experts()
+        hidden, heads = found.size(*_HIDDEN), found.size("num_attention_heads", "n_head", "n_heads")
+        gated = str(config.get("model_type", "")) not in _UNGATED
+        return cls(
+            layers=found.size("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=found.size("num_key_value_heads", "num_kv_heads", default=heads),
+            ffn=found.size("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden),
+            vocab=found.size("vocab_size"),
+            positions=found.size("max_position_embeddings", "n_positions", "max_seq_len", default=0),
+            gated=gated,
+            tied=bool(config.get("tie_word_embeddings", not gated)),
+            learned_positions=str(config.get("model_type", "")) in _LEARNED,
+            head_dim=found.size("head_dim", default=0),
+        )
+
+    @property
+    def attention_width(self) -> int:
+        """Return the width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Return the width of all key heads together, which is also that of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_parameters(self) -> int:
+        """Return the parameters of one block: its matrices and two normalisations."""
+        attention = self.hidden * (2 * self.attention_width + 2 * self.kv_width)
+        return attention + self.hidden * self.ffn * (3 if self.gated else 2) + 2 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Return the parameters of the token and position embeddings."""
+        return self.hidden * (self.vocab + (self.positions if self.learned_positions else 0))
+
+    @property
+    def head_parameters(self) -> int:
+        """Return the parameters of an output projection of its own; 0 if it is tied."""
+        return 0 if self.tied else self.hidden * self.vocab
+
+    @property
+    def parameters(self) -> int:
+        """Return all parameters."""
+        return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Return the model's operations per token of a training step, recomputation left out.
+
+        Args:
+            sequence: tokens of one sequence.
+
+        Returns:
+            6 operations for each parameter of a matrix product, and attention's 12 per layer, width and position.
+
+        Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311), appendix B; causal masks are not subtracted there.
+        """
+        products = self.layers * self.layer_parameters + self.hidden * self.vocab
+        return 6.0 * products + 12.0 * self.layers * self.attention_width * sequence
+
+
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+# Model types of Hugging Face whose feed-forward layers have two products, and those that learn their positions.
+_UNGATED = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "mpt", "falcon", "phi"})
+_LEARNED = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "mpt"})
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """A configuration whose sizes have different names in different model families."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def size(self, *names: str, default: int | None = None) -> int:
+        """Return the first size that is present."""
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
+                raise InputError(f"{name} is {value!r}", where=self.where, allowed="a whole number of at least 0")
+            return value
+        if default is None:
+            raise InputError(f"{names[0]} is missing", where=self.where, allowed=" or ".join(names))
+        return default
+
+    def refuse_experts(self) -> None:
+        """Refuse mixtures of experts, whose routing no rule here knows."""
+        for name in _EXPERTS:
+            if isinstance(self.values.get(name), int) and self.values[name] > 1:
+                raise InputError(
+                    f"{name} is {self.values[name]}: mixtures of experts are not predicted",
+                    where=self.where,
+                    allowed="a dense decoder-only transformer",
+                )

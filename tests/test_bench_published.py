@@ -1,0 +1,174 @@
+"""Tests of the benchmark against published runs: rows are read, and estimates are close where they claim to be."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.bench.bench_published import bench_published, kendall_tau, lines
+from autotune.bench.published_fit import fit_constants
+from autotune.bench.published_peers import best_mfu, six_nd_seconds
+from autotune.bench.published_rows import read_published
+from autotune.cli.main import run
+from autotune.cost_model.cluster.constants import Constants, fitted, meanings
+from autotune.errors import InputError
+from autotune.records.run_directory import benchmark_folder
+
+ROOT = Path(__file__).parent.parent
+FSDP = (
+    "section,model,params,seq_len,gpus,gpu,micro_batch,grad_accum,global_batch,tokens_per_s_per_gpu,mfu_percent,"
+    "precision,mp_mode,sharding,activation_checkpointing,activation_cpu_offload\n"
+)
+GOOD = "H100,7b,,2048,8,h100_80gb,4,2,64,10000,40,amp_bf16,DEFAULT,FULL_SHARD,False,False\n"
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return bench_published(left_out=False)
+
+
+def test_the_packages_rows_are_all_read() -> None:
+    found = read_published()
+    assert found.skipped == ()
+    assert {
+        kind: sum(row.kind == kind for row in found.rows) for kind in ("llm_foundry", "bigscience", "torchtitan")
+    } == {
+        "llm_foundry": 84,
+        "bigscience": 33,
+        "torchtitan": 6,
+    }
+    for row in found.rows:
+        if row.kind == "bigscience":
+            assert row.model.parameters == pytest.approx(float(row.model_name[4:-1]) * 1e9, rel=0.03)
+            assert row.model.layers % row.layout.pp == 0
+
+
+def test_estimates_are_close_to_the_runs_that_they_were_fitted_to(document: dict[str, Any]) -> None:
+    assert document["peak_error_median"] <= 0.07
+    assert document["peak_error_p90"] <= 0.15
+    assert document["throughput_error_median"] <= 0.12
+    assert document["throughput_error_p90"] <= 0.25
+    assert document["wrongly_refused"] <= 0.02 * document["rows_count"]
+    assert document["order"]["throughput"]["kendall_tau_mean"] >= 0.6
+    assert document["order"]["peak"]["kendall_tau_min"] >= 0.6
+
+
+def test_estimates_are_closer_than_those_of_other_rules(document: dict[str, Any]) -> None:
+    own = document["peers"]["autotune plan"]
+    for name, one in document["peers"].items():
+        for key in ("throughput_error_median", "throughput_error_p90", "peak_error_median", "peak_error_p90"):
+            if name != "autotune plan" and one[key] is not None:
+                assert own[key] < 0.5 * one[key], (name, key)
+
+
+def test_a_row_tells_what_was_predicted_and_measured(document: dict[str, Any]) -> None:
+    assert len(document["rows"]) == document["rows_count"] == 123
+    row = next(row for row in document["rows"] if row["source"] == "torchtitan")
+    assert row["measured"]["tokens_per_s_per_device"] == pytest.approx(6667)
+    assert row["measured"]["peak_bytes"] == pytest.approx(77.0 * 2**30)
+    ratio = row["predicted"]["tokens_per_s_per_device"] / row["measured"]["tokens_per_s_per_device"]
+    assert row["throughput_error"] == pytest.approx(ratio - 1)
+    assert row["fits"] is True
+    assert sum(one["rows"] for one in document["by"]["source"].values()) == 123
+
+
+def test_the_shipped_constants_are_the_fit_to_the_shipped_rows() -> None:
+    spec = importlib.util.spec_from_file_location("fit", ROOT / ".github" / "fit_cluster_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    shipped = json.loads(module.FILE.read_text())
+    again = module.document()
+    assert again["constants"] == pytest.approx(shipped["constants"], rel=2e-3)
+    assert again["fitted_to"] == shipped["fitted_to"]
+
+
+def test_without_rows_the_constants_are_their_priors() -> None:
+    assert fit_constants([]) == Constants()
+
+
+def test_constants_that_the_rows_say_nothing_about_stay_at_their_priors() -> None:
+    rows = [row for row in read_published().rows if row.kind == "llm_foundry"][::6]
+    found = fit_constants(rows)
+    for name in ("float8_gain", "fused_traffic", "logit_bytes", "context_bytes"):
+        assert getattr(found, name) == pytest.approx(meanings()[name].prior, rel=1e-3), name
+    assert found.gemm_share != pytest.approx(meanings()["gemm_share"].prior, rel=1e-3)
+
+
+def test_a_left_out_source_is_predicted_by_constants_fitted_without_it(tmp_path: Path) -> None:
+    (tmp_path / "titan.csv").write_text((ROOT / "autotune/bench/published/torchtitan.csv").read_text())
+    found = bench_published(tmp_path)
+    assert found["left_out"]["source"]["groups"]["torchtitan"]["rows"] == 6
+    assert found["left_out"]["source"]["throughput_error_median"] != found["throughput_error_median"]
+    assert found["left_out"]["source"]["peak_error_p90"] <= 0.15
+    assert "each source left out of the fit" in "\n".join(lines(found))
+
+
+def test_rows_with_gaps_unknown_devices_or_odd_columns_are_skipped_with_one_line_each(tmp_path: Path) -> None:
+    bad = [
+        GOOD.replace("h100_80gb", "abacus"),
+        GOOD.replace(",10000,", ",,"),
+        GOOD.replace("7b", "7x"),
+        GOOD.replace(",10000,", ",fast,"),
+        GOOD.replace(",8,h100", ",eight,h100"),
+    ]
+    (tmp_path / "other_name.csv").write_text("\ufeff" + FSDP + GOOD + "".join(bad) + "\n")
+    (tmp_path / "more.csv").write_text(FSDP.replace("section", "extra,section") + "x," + GOOD)
+    (tmp_path / "alien.csv").write_text("a,b\n1,2\n")
+    found = read_published(tmp_path)
+    assert len(found.rows) == 2
+    assert {row.source for row in found.rows} == {"other_name", "more"}
+    assert len(found.skipped) == len(bad) + 1
+    assert all("\n" not in one for one in found.skipped)
+    document = bench_published(tmp_path, left_out=False)
+    assert document["rows_count"] == 2
+    assert document["peak_error_median"] is None
+    assert len(document["skipped"]) == len(bad) + 1
+
+
+def test_the_link_between_nodes_is_read_from_a_sections_title(tmp_path: Path) -> None:
+    slow = GOOD.replace("H100,7b", "A100 80GB with 800 Gbps node-node interconnect (RoCE),7b").replace("h100", "a100")
+    (tmp_path / "a.csv").write_text(FSDP + slow)
+    (row,) = read_published(tmp_path).rows
+    assert row.machine.node_link == pytest.approx(800e9 / 8)
+
+
+def test_folders_without_rows_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in (None, "", FSDP, "a,b\n1,2\n"):
+        if text is not None:
+            (tmp_path / "a.csv").write_text(text)
+        with pytest.raises(InputError, match=r"no CSV files|no usable row"):
+            read_published(tmp_path)
+    assert run(["bench", "published", "--data", str(tmp_path / "missing"), "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert "no CSV files" in capsys.readouterr().err
+
+
+def test_the_command_writes_its_document_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "a.csv").write_text(FSDP + GOOD)
+    arguments = ["--data", str(folder), "--no-left-out", "--runs-dir", str(tmp_path / "runs"), "--json"]
+    assert run(["bench", "published", *arguments]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    written = benchmark_folder(tmp_path / "runs") / "published-mine.json"
+    assert json.loads(written.read_text())["rows"] == printed["rows"]
+    assert written.with_suffix(".png").stat().st_size > 1000
+    assert {"throughput_error_median", "throughput_error_p90", "peak_error_median", "wrongly_refused"} <= set(printed)
+
+
+def test_the_simple_rule_at_its_best_share_is_exact_for_a_run_at_that_share() -> None:
+    rows = read_published().rows[:1]
+    assert six_nd_seconds(rows[0], best_mfu(rows)) == pytest.approx(rows[0].seconds)
+
+
+def test_kendall_tau_counts_ordered_pairs() -> None:
+    assert kendall_tau([(1, 10), (2, 20), (3, 30)]) == pytest.approx(1)
+    assert kendall_tau([(1, 30), (2, 20), (3, 10)]) == pytest.approx(-1)
+    assert kendall_tau([(1, 10), (2, 30), (3, 20)]) == pytest.approx(1 / 3)
+    assert kendall_tau([(1, 1), (2, 1)]) is None
+    assert fitted() != Constants()
