@@ -30,10 +30,10 @@ from autotune.live.deciding import reserve_of
 from autotune.live.limits import Limits
 from autotune.measurement import Failure
 from autotune.mechanics import devices
+from autotune.mechanics.flops import matmul_peak
 from autotune.mechanics.step_trace import StepTracer
 from autotune.plan import Plan
 from autotune.profiling import profiler
-from autotune.profiling.flops import matmul_peak
 from autotune.profiling.homogeneous_plans import homogeneous_plans
 from autotune.profiling.passes import _judged, _Outcome
 from autotune.profiling.profiler import ProfilerOptions, profile
@@ -556,7 +556,7 @@ def test_matrix_product_rate_is_measured_on_the_device(
     accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "perf_counter", accelerator.clock)
-    monkeypatch.setattr("autotune.profiling.flops._ACCELERATORS_SIDES", (256,))
+    monkeypatch.setattr("autotune.mechanics.flops._ACCELERATORS_SIDES", (256,))
     accelerator.speed(flop_s=1e-9)
     assert matmul_peak(torch.float32, DEVICE) < 1.1e9
 

@@ -167,6 +167,13 @@ class DeepSpeedEngine(TorchEngine):
         distributed.all_reduce(shared, distributed.ReduceOp.MAX)
         return float(shared)
 
+    def gathered(self, values: Sequence[float]) -> list[Sequence[float]]:
+        """Return the values of all ranks, in their order: one collective, once a window."""
+        own = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(own) for _ in range(self.world)]
+        distributed.all_gather(found, own)
+        return [one.tolist() for one in found]
+
     def total(self, losses: Sequence[torch.Tensor]) -> float:
         """Return the mean loss per item of the whole step."""
         shared = torch.stack([loss.float() for loss in losses]).sum() if losses else torch.tensor(float("nan"))
