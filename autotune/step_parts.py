@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from autotune.errors import InputError
-from autotune.io.documents import STRICT
+from autotune.io.documents import STRICT, validated
 
 # The parts may differ from the step by this share of it.
 TOLERANCE = 0.02
@@ -87,6 +87,15 @@ class StepParts:
     def to_json(self) -> dict[str, Any]:
         """Return the parts as a JSON object."""
         return {**asdict(self), "rank_s": list(self.rank_s)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, where: str = "parts of a step") -> StepParts:
+        """Read parts from a JSON object.
+
+        Raises:
+            InputError: naming the first key or value that is not allowed.
+        """
+        return validated(cls, document, where=where)
 
 
 # Names of the parts, in the order in which they are shown.

@@ -200,10 +200,11 @@ def test_loss_that_depends_on_values_has_no_count() -> None:
 def test_utilisation_is_of_the_model_and_not_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flops, "_SIDES", (128,))
     monkeypatch.setattr(flops, "_measured", {})
+    monkeypatch.setattr(flops, "useful_precisions", lambda device: (Precision.FP32,))
     options = EngineOptions(meter_memory=False, statistics_every=None)
     unknown = TorchEngine(gpt_job(), options=options)
     assert unknown.run(4).parts.mfu is None  # type: ignore[union-attr]
-    measure_peaks([Precision.FP32])
+    measure_peaks("cpu")
     engine = TorchEngine(gpt_job(), options=options)
     peak = peak_of("cpu", [Precision.INHERIT])
     assert peak is not None

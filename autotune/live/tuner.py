@@ -28,6 +28,7 @@ from autotune.live.kill_switches import reason_to_stop
 from autotune.live.limits import Mode
 from autotune.live.running_step import RunningStep
 from autotune.live.scaled_loss import is_scaled
+from autotune.live.step_times import StepTimes
 from autotune.mechanics import controls, devices
 from autotune.mechanics.loop_signals import any_error, errors_ignored
 from autotune.mechanics.step_trace import Phase
@@ -85,6 +86,8 @@ class LiveTuner:
         self._model = model
         self._update = update
         self._pilot = pilot
+        # Once the pilot is closed, these are no longer taken.
+        self._times = StepTimes.none() if pilot is None else pilot.times
         self._stop_file = stop_file
         self._on_detach = on_detach
         self.folder = folder
@@ -215,6 +218,7 @@ class LiveTuner:
         if not self._is_full(running):
             running.left = time.perf_counter()
             return False
+        self._tell_time("update")
         norm = self.unscale()
         self._num_unstepped = 0
         if norm == 0.0:
@@ -324,6 +328,7 @@ class LiveTuner:
             batch: the micro-batch, as for :meth:`begin_step`.
         """
         if self._running is not None:
+            self._times.come_back()
             self._running.add(batch)
 
     def passes_beside(self, batch: Any, count: Count | None = None) -> Iterator[Any]:
@@ -343,6 +348,7 @@ class LiveTuner:
             self._safely(lambda pilot: pilot.lock_shadows("a batch of the run can be read only once"))
             return
         began = time.perf_counter()
+        self._times.control()
         outcomes = []
         # Parameters of another optimizer may have gradients.
         parameters = (*self._facts.model.parameters(), *self._update.parameters)
@@ -367,6 +373,7 @@ class LiveTuner:
             spent = time.perf_counter() - began
             running.own_s += spent
             pilot.spend(spent)
+            self._times.begun()
         self._safely(lambda pilot: pilot.take_shadows(outcomes))
 
     def failed_beside(self, error: Exception) -> None:
@@ -451,6 +458,7 @@ class LiveTuner:
             devices.synchronize(self._facts.device)
         self._largest_bytes = max(self._largest_bytes, running.size)
         average = running.average
+        self._times.control()
         ended = time.perf_counter()
         report = Step(
             seconds=ended - running.began - running.own_s - running.away_s,
@@ -466,6 +474,8 @@ class LiveTuner:
         self._safely(lambda pilot: pilot.after_step(report), since=ended)
         if self._pilot is not None:
             self._watch_over(self._pilot)
+        if self._pilot is not None:
+            self._pilot.end_times(report)
 
     def _begin(self, batch: Any, *, bounded: bool = False) -> int:
         """Begin a step, or continue one whose gradients are still being accumulated; return k.
@@ -478,12 +488,14 @@ class LiveTuner:
         if self._running is not None and self._running.pending and not (alone and self._running.left_early):
             # No complete step() in between: gradients are being accumulated, so nothing may be switched.
             self._look_for_updates()
+            self._times.come_back()
             self._running.come_back()
             self._running.add(batch)
             return 1
         ended = self._running is None
         if not ended:
             self._safely(lambda pilot: pilot.abandon_step())
+        self._times.begin()
         running = self._running = RunningStep(time.perf_counter())
         running.add(batch)
         stopped = None if self._pilot is None else reason_to_stop(self._stop_file)
@@ -515,6 +527,7 @@ class LiveTuner:
             # Work that is still queued on the device belongs to earlier steps.
             devices.synchronize(self._facts.device)
             running.began, running.own_s = time.perf_counter(), 0.0
+        self._times.begun()
         plan = self.plan
         self._update.scaled = plan.needs_loss_scaling
         if self._facts.adaptive:
@@ -575,8 +588,14 @@ class LiveTuner:
         return batch_factor(self._facts.lr_rule, running.growth, 1.0) if self._facts.adaptive else 1.0
 
     def _tell_phase(self, name: Any) -> None:
+        self._tell_time(name)
         if self._pilot is not None and name in self._pilot.heard:
             self._safely(lambda pilot: pilot.tell_phase(name))
+
+    def _tell_time(self, name: Phase) -> None:
+        """Note where the time of the step goes; trial passes are the tuner's own."""
+        if self._beside is None:
+            self._times.phase(name)
 
     def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Delay the gradients' reduction over ranks until the last micro-batch."""

@@ -100,6 +100,11 @@ class _Awaited:
         finally:
             self._clock.end()
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # Torch waits only for what is an instance of its own class.
+        return type(self._work)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 

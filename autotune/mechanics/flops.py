@@ -19,7 +19,7 @@ from autotune.choices import Precision
 from autotune.cost_model.device_table import find_device
 from autotune.errors import InputError
 from autotune.mechanics import devices, randomness
-from autotune.mechanics.precision import DTYPES
+from autotune.mechanics.precision import DTYPES, useful_precisions
 from autotune.mechanics.trees import map_tensors, tensors
 
 logger = logging.getLogger(__name__)
@@ -75,9 +75,12 @@ def peak_of(device: devices.AnyDevice, precisions: Collection[Precision]) -> Pea
     return Peak(max(known), source) if len(known) == len(rates) else None
 
 
-def measure_peaks(precisions: Collection[Precision]) -> None:
-    """Measure the peak rates of a CPU with this process's threads, unless they are known; it takes about a second."""
-    for one in precisions:
+def measure_peaks(device: devices.AnyDevice) -> None:
+    """Measure a CPU's peak rates in its useful precisions with this process's threads, unless they are known.
+
+    It takes about a second. Nothing is measured for an accelerator, whose rates are published.
+    """
+    for one in () if devices.is_accelerator(device) else useful_precisions(torch.device(device).type):
         key = (one, torch.get_num_threads())
         if one in DTYPES and key not in _measured:
             _measured[key] = matmul_peak(DTYPES[one])

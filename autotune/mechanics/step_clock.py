@@ -40,6 +40,11 @@ class StepClock:
         if self._borders:
             self._borders.append((part, self._read()))
 
+    def rename(self, part: str) -> None:
+        """Give the running part another name."""
+        if self._borders:
+            self._borders[-1] = (part, self._borders[-1][1])
+
     @property
     def part(self) -> str:
         """Return the running part; empty outside of a step."""
