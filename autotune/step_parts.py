@@ -20,6 +20,7 @@ TOLERANCE = 0.02
 _MUCH_DATA, _MUCH_COMMUNICATION, _MUCH_WAITING = 0.2, 0.25, 0.1
 # A rank is named if it takes this many times as long as the others.
 _SLOW_RANK = 1.15
+_RATES = ("samples_per_s", "items_per_s", "mfu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class StepParts:
         for name in (*(f"{part}_s" for part in PARTS), "step_s"):
             _require(_is_time(getattr(self, name)), name, getattr(self, name), "seconds >= 0")
         _require(all(map(_is_time, self.rank_s)), "rank_s", self.rank_s, "seconds >= 0")
-        for name in ("samples_per_s", "items_per_s", "mfu"):
+        for name in _RATES:
             value = getattr(self, name)
             _require(value is None or _is_time(value), name, value, "a number >= 0")
         whole = math.fsum(self.seconds().values())
@@ -81,7 +82,7 @@ class StepParts:
 
     def metrics(self) -> dict[str, float | None]:
         """Return the numbers as metrics of a tracker: ``part_data_s``, ..., ``mfu`` and the rates."""
-        rates = {"samples_per_s": self.samples_per_s, "items_per_s": self.items_per_s, "mfu": self.mfu}
+        rates = {name: getattr(self, name) for name in _RATES}
         return {**{f"part_{part}_s": seconds for part, seconds in self.seconds().items()}, **rates}
 
     def to_json(self) -> dict[str, Any]:
@@ -96,6 +97,12 @@ class StepParts:
             InputError: naming the first key or value that is not allowed.
         """
         return validated(cls, document, where=where)
+
+
+def metrics_of(parts: StepParts | None) -> dict[str, float | None]:
+    """Return the metrics of parts, each ``None`` where the parts are not known."""
+    known = {} if parts is None else parts.metrics()
+    return {name: known.get(name) for name in (*(f"part_{part}_s" for part in PARTS), *_RATES)}
 
 
 # Names of the parts, in the order in which they are shown.

@@ -25,6 +25,7 @@ from autotune.engines.torch_engine import EngineOptions, Snapshot, TorchEngine
 from autotune.errors import EngineError, InputError, JobError
 from autotune.job import Job
 from autotune.mechanics import devices, randomness, stepping
+from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.energy_meter import EnergyMeter, estimate
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.sharded import ShardedProbe, ShardedUpdate
@@ -210,14 +211,15 @@ class DeepSpeedEngine(TorchEngine):
 
     def _grid(self, pieces: Sequence[Any]) -> list[list[Any]]:
         """Return the micro-batches of each rank, the same number for all."""
+        cutting = Cutting.of(self.job)
         if self.job.batching == "fixed":
             batch = self._pending[0]
             size = stepping.num_samples(batch)
             if size < self.world:
                 raise JobError(f"a batch has {size} samples for {self.world} ranks", where=f"job {self.job.name!r}")
             steps = min(len(pieces), size // self.world)
-            return [stepping.split(part, steps) for part in stepping.split(batch, self.world)]
-        parts = [stepping.split(piece, self.world) for piece in pieces]
+            return [cutting.pieces(part, steps) for part in cutting.dealt(batch, self.world)]
+        parts = [cutting.dealt(piece, self.world) for piece in pieces]
         if any(len(part) < self.world for part in parts):
             raise JobError(f"a batch has fewer samples than {self.world} ranks", where=f"job {self.job.name!r}")
         return [[part[rank] for part in parts] for rank in range(self.world)]

@@ -29,6 +29,7 @@ from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, devices, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
 from autotune.mechanics.compiled_units import compilations
+from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.energy_meter import EnergyMeter, find_meter
 from autotune.mechanics.flops import model_flops, peak_of
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, MonitorState
@@ -625,11 +626,11 @@ class _Attempt:
         engine = self._engine
         if engine.job.batching == "adaptive":
             return self.batches
-        k = engine.plan.accumulation_steps
         if self._sample and may_split and engine.may_split():
+            # The noise scale needs micro-batches of samples at random.
             self.representative = False
-            k = 2
-        return stepping.split(self.batches[0], k)
+            return stepping.split(self.batches[0], 2)
+        return Cutting.of(engine.job).pieces(self.batches[0], engine.plan.accumulation_steps)
 
     def _run(self, shares: stepping.Shares, probe: GradientProbe | None = None) -> None:
         engine = self._engine

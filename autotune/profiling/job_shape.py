@@ -106,6 +106,7 @@ def profile_key(job: Job, device_name: str) -> str:
         "code": code_digest([job.loss, job.batches, job.count, job.optimizer, model]),
         "optimizer": type(optimizer).__qualname__,
         "batching": [job.batching, job.batch_size, list(job.accumulation_choices)],
+        **({} if job.split == "samples" else {"split": [job.split, code_digest([job.sample_cost, job.trim])]}),
         "units": None if job.units is None else list(job.units),
         "storages": list(offered(job.storages, devices.lacks_copies_beside(devices.device_kind()))),
         "clips": job.clip_norm is not None,

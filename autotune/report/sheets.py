@@ -19,7 +19,7 @@ from autotune.records.run_documents import TuneConfig
 from autotune.report.campaign_run import CampaignRun, launched
 from autotune.report.costs import arm_costs
 from autotune.report.terminal_tables import judged_arms
-from autotune.step_parts import StepParts
+from autotune.step_parts import StepParts, metrics_of
 
 Row = Mapping[str, Any]
 # Characters that start a formula in a spreadsheet.
@@ -114,7 +114,7 @@ def _records(run: CampaignRun) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _runs(run: CampaignRun) -> Iterator[Row]:
     for arm, record in _records(run):
         parts = record.get("parts")
-        times = StepParts.from_json(parts).metrics() if parts else {}
+        times = metrics_of(StepParts.from_json(parts) if parts else None)
         yield {
             "arm": arm,
             **{key: value for key, value in record.items() if not isinstance(value, list | dict)},
