@@ -114,6 +114,16 @@ def test_log_of_an_earlier_version_has_no_parts_and_can_still_be_read(tmp_path: 
     assert "Where the time of a step goes" not in page_of(found)
 
 
+def test_log_with_a_locked_choice_can_be_read(tmp_path: Path) -> None:
+    tuner, _, _ = train(tmp_path, steps=20)
+    assert tuner.folder is not None
+    path = tuner.folder / LOG_NAME
+    rows = path.read_text().splitlines()
+    locked = {"event": "locked", "step": 20, "what": "accumulation_steps", "reason": "memory ran out"}
+    path.write_text("\n".join([*rows[:-1], json.dumps(locked), rows[-1]]) + "\n")
+    assert (20, "locked", "memory ran out") in read_attached(tuner.folder).others
+
+
 def test_evaluation_between_steps_is_no_wait_for_data() -> None:
     def evaluate(number: int) -> None:
         if number % 25 == 22:

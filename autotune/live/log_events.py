@@ -144,6 +144,14 @@ class Advice(_Event):
 
 
 @document
+class Locked(_Event):
+    """What was learnt while the run trained locks a choice."""
+
+    what: _Text
+    reason: _Text
+
+
+@document
 class OutOfMemory(_Event):
     """Memory ran out under a plan, and the step was run again with a larger k."""
 
@@ -202,6 +210,7 @@ _KINDS: Mapping[str, type[_Event]] = {
     "switched": Switched,
     "tripped": Tripped,
     "advice": Advice,
+    "locked": Locked,
     "out of memory": OutOfMemory,
     "late": Late,
     "budget refused": BudgetRefused,
