@@ -114,12 +114,8 @@ def _records(run: CampaignRun) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _runs(run: CampaignRun) -> Iterator[Row]:
     for arm, record in _records(run):
         parts = record.get("parts")
-        times = metrics_of(StepParts.from_json(parts) if parts else None)
-        yield {
-            "arm": arm,
-            **{key: value for key, value in record.items() if not isinstance(value, list | dict)},
-            **times,
-        }
+        own = {key: value for key, value in record.items() if not isinstance(value, list | dict) and key != "parts"}
+        yield {"arm": arm, **own, **metrics_of(StepParts.from_json(parts) if parts else None)}
 
 
 def _curves(run: CampaignRun) -> Iterator[Row]:
