@@ -206,6 +206,21 @@ def test_trimmed_micro_batches_of_like_samples_need_less_memory() -> None:
     assert 0 < peaks["tokens"] < 0.9 * peaks["samples"]
 
 
+def test_peak_is_metered_again_where_a_batch_of_the_same_size_is_cut_into_larger_micro_batches() -> None:
+    def batches(seed: int) -> Iterator[Batch]:
+        """Yield batches of one size with one long sample, then one with as many as there are."""
+        for number, batch in enumerate(ragged(seed)):
+            yield {**batch, "labels": batch["tokens"]} if number >= 5 else batch
+
+    engine = TorchEngine(make(batches=batches, trim=trim), options=EngineOptions(statistics_every=None))
+    engine.apply(engine.space.plan(accumulation_steps=2, precision=Precision.FP32))
+    short, long = engine.run(5).peak_bytes, engine.run(3).peak_bytes
+    assert short is not None
+    assert long is not None
+    assert long > 1.2 * short
+    engine.close()
+
+
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 

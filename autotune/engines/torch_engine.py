@@ -172,6 +172,8 @@ class TorchEngine(EngineBase):
         self._peaks: dict[Plan, tuple[int, int]] = {}
         self._reserved: dict[Plan, int] = {}
         self._steps_under_plan = 0
+        # A batch and how many micro-batches it was cut into, with these.
+        self._cut: tuple[Any, int, list[Any]] | None = None
         controls.apply(self.model, self.plan)
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
@@ -360,6 +362,7 @@ class TorchEngine(EngineBase):
         if not attempt.stepped and not attempt.overflowed:
             write_buffers(self.model, undo.buffers)
         del self._pending[: len(batches)]
+        self._cut = None
         self._count(window, attempt, began, began_j)
         self._judge(window, attempt)
 
@@ -480,7 +483,7 @@ class TorchEngine(EngineBase):
 
         The first step of a run is not metered: it creates the optimizer's state, so that its reading would be too low.
         """
-        size = tensor_bytes(tensors(batches))
+        size = self._load(batches)
         known = self._peaks.get(self.plan, (0, 0))
         unsettled = self.progress.steps == 0 or self._steps_under_plan < self.settling()
         meters = self.options.meter_memory and self._meter.available
@@ -494,6 +497,20 @@ class TorchEngine(EngineBase):
             self._peaks[self.plan] = max(known[0], int(self.agreed(self._meter.peak_bytes))), size
         if self._meter.reserved_bytes is not None:
             self._reserved[self.plan] = int(self.agreed(self._meter.reserved_bytes))
+
+    def _load(self, batches: Sequence[Any]) -> int:
+        """Return the bytes by which batches are compared: a plan needs no more memory for those with fewer."""
+        if self.job.split == "samples" or self.job.batching == "adaptive":
+            return tensor_bytes(tensors(batches))
+        # Micro-batches of batches of one size may differ. A trimmed one may be a view of a larger tensor.
+        pieces = self.cut(batches[0], self.plan.accumulation_steps * self.world)
+        return max(sum(leaf.numel() * leaf.element_size() for leaf in tensors(piece)) for piece in pieces)
+
+    def cut(self, batch: Any, pieces: int) -> list[Any]:
+        """Return a batch in micro-batches, those of the last call for the same ones."""
+        if self._cut is None or self._cut[0] is not batch or self._cut[1] != pieces:
+            self._cut = batch, pieces, Cutting.of(self.job).pieces(batch, pieces)
+        return self._cut[2]
 
     def settling(self) -> int:
         """Return the number of steps under the plan after which its memory no longer changes."""
@@ -560,6 +577,7 @@ class TorchEngine(EngineBase):
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def _put_back(self, undo: _Undo) -> None:
+        self._cut = None
         self.update.discard()
         write_buffers(self.model, undo.buffers)
         randomness.restore(undo.random)
@@ -630,7 +648,7 @@ class _Attempt:
             # The noise scale needs micro-batches of samples at random.
             self.representative = False
             return stepping.split(self.batches[0], 2)
-        return Cutting.of(engine.job).pieces(self.batches[0], engine.plan.accumulation_steps)
+        return engine.cut(self.batches[0], engine.plan.accumulation_steps)
 
     def _run(self, shares: stepping.Shares, probe: GradientProbe | None = None) -> None:
         engine = self._engine
