@@ -20,6 +20,7 @@ from autotune.cli.main import run
 from autotune.live import step_times
 from autotune.live.decision_log import LOG_NAME, read_log
 from autotune.live.step_times import StepTimes, _without_pauses, of_all_ranks
+from autotune.mechanics import devices
 from autotune.records.log_following import Counts, metrics_of
 from autotune.report.attached_page import page_of
 from autotune.report.attached_run import read_attached, verdict
@@ -159,6 +160,41 @@ def test_failure_of_the_clock_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) 
     _, status, _ = train(None, steps=30)
     assert status["attached"]
     assert status["parts"] is None
+
+
+def test_time_between_the_batches_of_a_step_is_a_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(devices, "border_for", lambda device: lambda: clock[0])
+    times = StepTimes(torch.device("cpu"))
+
+    def passes(seconds: float, note: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        clock[0] += seconds
+        note(*arguments, **named)
+
+    times.end(samples=0, items=0, ordinary=False)
+    for _ in range(5):
+        passes(1.0, times.begin)
+        passes(0.125, times.begun)
+        passes(0.5, times.phase, "forward")
+        passes(2.0, times.phase, "backward")
+        passes(4.0, times.phase, "update")
+        # The next batch of the same step.
+        passes(8.0, times.come_back)
+        passes(16.0, times.phase, "update")
+        passes(32.0, times.control)
+        passes(64.0, times.end, samples=3, items=7, ordinary=True)
+    found = times.take()
+    assert found is not None
+    assert found.seconds() == {
+        "data": 1.0 + 8.0,
+        "compute": 0.5 + 2.0 + 4.0 + 16.0,
+        "communication": 0.0,
+        "synchronisation": 0.0,
+        "update": 32.0,
+        "control": 0.125 + 64.0,
+    }
+    assert found.samples_per_s == pytest.approx(3 / found.step_s)
+    assert found.items_per_s == pytest.approx(7 / found.step_s)
 
 
 def test_times_that_are_closed_take_nothing() -> None:
