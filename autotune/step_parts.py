@@ -76,6 +76,13 @@ class StepParts:
         """Return the seconds of each part by its name, in the order of :data:`PARTS`."""
         return {part: getattr(self, f"{part}_s") for part in PARTS}
 
+    def of_step(self, step_s: float) -> StepParts:
+        """Return the same shares of a step of another length, such as one rank's of a mean over ranks."""
+        if not self.step_s:
+            return self
+        changed: dict[str, Any] = {f"{part}_s": share * step_s for part, share in self.shares().items()}
+        return replace(self, step_s=step_s, **changed)
+
     def shares(self) -> dict[str, float]:
         """Return each part's share of the step by its name; zeros for a step that took no time."""
         return {part: seconds / self.step_s if self.step_s else 0.0 for part, seconds in self.seconds().items()}

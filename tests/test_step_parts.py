@@ -166,6 +166,14 @@ def test_rates_are_those_of_the_timed_steps() -> None:
     engine.close()
 
 
+def test_parts_of_a_step_of_another_length_have_the_same_shares() -> None:
+    found = parts(data_s=0.25, rank_s=(1.0, 2.0)).of_step(3.0)
+    assert found.step_s == 3.0
+    assert found.data_s == pytest.approx(0.75)
+    assert found.shares() == pytest.approx(parts(data_s=0.25).shares())
+    assert found.rank_s == (1.0, 2.0)
+
+
 def test_merged_windows_weigh_their_parts_by_timed_steps() -> None:
     def window(data_s: float, timed: int) -> Measurement:
         return Measurement(steps=4, samples=8, items=8, total_s=4.0, step_s=(1.0,) * timed, parts=parts(data_s=data_s))

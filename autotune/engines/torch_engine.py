@@ -430,7 +430,7 @@ class TorchEngine(EngineBase):
         return self._counted[1] * len(batches)
 
     def _parts(self, window: Window) -> StepParts | None:
-        """Return the parts of the window's timed steps, mean over all ranks."""
+        """Return the parts of the window's timed steps, by their mean shares over all ranks."""
         reports = window.reports
         if not reports or window.failure is Failure.OUT_OF_MEMORY:
             return None
@@ -448,7 +448,11 @@ class TorchEngine(EngineBase):
             samples_per_s=sum(report.samples for report in timed) / seconds,
             items_per_s=None if self.job.count is None else sum(report.items for report in timed) / seconds,
         )
-        return None if parts is None else self._with_utilisation(parts, [report.flops for report in timed], seconds)
+        if parts is None:
+            return None
+        # Ranks begin and end a step together but for moments.
+        own_parts = parts.of_step(seconds / len(timed))
+        return self._with_utilisation(own_parts, [report.flops for report in timed], seconds)
 
     def _with_utilisation(self, parts: StepParts, flops: Sequence[int | None], seconds: float) -> StepParts:
         """Return parts with the utilisation of the devices, if the operations of all steps are known."""
