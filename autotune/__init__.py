@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from autotune.measurement import Failure, GradientStatistics, Measurement, UnitGradient
     from autotune.mechanics.applying import apply
     from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
+    from autotune.step_parts import StepParts
     from autotune.units import Unit, find_units, name_units
 
 __version__ = "0.1.0"
@@ -70,6 +71,7 @@ __all__ = [
     "RankOptions",
     "RunDirectoryError",
     "Settings",
+    "StepParts",
     "Storage",
     "TorchEngine",
     "Unit",
@@ -122,6 +124,7 @@ _LAZY = {
         "autotune.measurement": ("Failure", "GradientStatistics", "Measurement", "UnitGradient"),
         "autotune.mechanics.applying": ("apply",),
         "autotune.plan": ("Launch", "Plan", "PlanSpace", "Precision", "Storage"),
+        "autotune.step_parts": ("StepParts",),
         "autotune.units": ("Unit", "find_units", "name_units"),
     }.items()
     for name in names

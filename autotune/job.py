@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Evaluation = Callable[[nn.Module], float]
 
 Batching = Literal["fixed", "adaptive"]
+Split = Literal["samples", "tokens"]
 LearningRateRule = Literal["linear", "sqrt", "none"]
 
 _LONGEST_NAME = 1_000
@@ -97,6 +98,14 @@ class Job:
         batch_size: samples in one batch of ``batches``.
         batching: ``fixed``: a step consumes one batch and k splits it (the same gradient in less memory);
             ``adaptive``: a step consumes k batches, and the learning rate follows ``lr_rule``.
+        split: how k splits a batch: ``samples``: consecutive samples, as many in each micro-batch; ``tokens``: about
+            equal cost in each, for batches of samples of different lengths. The update is the same up to rounding, but
+            samples change their order, so that dropout, for example, draws other numbers for each of them.
+        sample_cost: ``(batch) -> one number >= 0 per sample``, by which ``tokens`` balances; ``None`` counts the
+            loss-bearing items of each sample. For attention over a sequence's length, ``length + length**2 / (12 *
+            width)`` is about right.
+        trim: ``(micro-batch) -> micro-batch`` without padding that none of its samples needs, used by ``tokens``, which
+            then puts samples of like cost together; ``None`` leaves all padding.
         accumulation_choices: allowed k, in ascending order from 1.
         lr_rule: how the learning rate follows the effective batch under adaptive batching.
         schedule: the learning-rate schedule over the run; ``None`` keeps the optimizer's own rate.
@@ -123,6 +132,9 @@ class Job:
     count: Callable[[Any], int] | None = None
     goal: Literal["min", "max"] = "min"
     batching: Batching = "fixed"
+    split: Split = "samples"
+    sample_cost: Callable[[Any], Any] | None = None
+    trim: Callable[[Any], Any] | None = None
     accumulation_choices: tuple[int, ...] = (1, 2, 4)
     lr_rule: LearningRateRule = "linear"
     schedule: WarmupCosine | None = None
@@ -141,11 +153,14 @@ class Job:
             raise JobError(f"name is {name}", where="job", allowed=f"text of at most {_LONGEST_NAME} characters")
         for name in ("model", "batches", "loss", "optimizer", "evaluate"):
             self._require(callable(getattr(self, name)), name, "a function")
-        for name in ("count", "scheduler", "data_sources"):
+        for name in ("count", "scheduler", "data_sources", "sample_cost", "trim"):
             value = getattr(self, name)
             self._require(value is None or callable(value), name, "a function, or None")
         self._require(self.goal in ("min", "max"), "goal", "min, max")
         self._require(self.batching in ("fixed", "adaptive"), "batching", "fixed, adaptive")
+        self._require(self.split in ("samples", "tokens"), "split", "samples, tokens")
+        known = self.split == "samples" or self.count is not None or self.sample_cost is not None
+        self._require(known, "split", "samples, unless count or sample_cost tells the tokens of a sample")
         self._require(self.lr_rule in ("linear", "sqrt", "none"), "lr_rule", "linear, sqrt, none")
         target = self.target
         self._require(target is None or (_is_number(target) and math.isfinite(target)), "target", "a number, or None")

@@ -10,6 +10,7 @@ from typing import Any
 
 from autotune.errors import InputError
 from autotune.io.documents import STRICT, validated
+from autotune.step_parts import StepParts
 
 MEASUREMENT_VERSION = 1
 ABSENT = "absent"
@@ -109,6 +110,7 @@ class Measurement:
         energy_source: ``measured:nvml``, ``measured:amdsmi``, ``measured:rapl``, ``estimated:tdp`` or ``absent``.
         waited_frac: share of the window's processor time, from 0 to 1, that its threads waited for a processor which
             others had; ``None`` if unknown.
+        parts: where the time of the timed steps goes; ``None`` if unknown, as in documents of earlier versions.
         failure: the reason why the window ended early, or ``None``.
         failure_detail: one line about the failure.
     """
@@ -135,6 +137,7 @@ class Measurement:
     total_energy_j: float | None = None
     energy_source: str = ABSENT
     waited_frac: float | None = None
+    parts: StepParts | None = None
     failure: Failure | None = None
     failure_detail: str = ""
 
@@ -214,6 +217,7 @@ class Measurement:
         document = asdict(self)
         document["step_s"] = list(self.step_s)
         document["batch_bytes"] = None if self.batch_bytes is None else list(self.batch_bytes)
+        document["parts"] = None if self.parts is None else self.parts.to_json()
         document["failure"] = None if self.failure is None else str(self.failure)
         return {"version": MEASUREMENT_VERSION, **document}
 

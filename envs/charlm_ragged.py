@@ -152,5 +152,20 @@ job = Job(
     data_sources=data_sources,
 )
 
+
+def attention_cost(batch: Batch) -> torch.Tensor:
+    """Return the cost of each paragraph in bytes: the linear layers' and, by its square, attention's."""
+    lengths = (batch["targets"] != IGNORED).sum(1)
+    return lengths + lengths**2 / (12 * WIDTH)
+
+
+def without_padding(batch: Batch) -> Batch:
+    """Return a batch cut to its longest paragraph."""
+    length = int((batch["targets"] != IGNORED).any(0).sum())
+    return {"inputs": batch["inputs"][:, :length], "targets": batch["targets"][:, :length]}
+
+
+# The same job, cut into micro-batches of about equal cost.
+tokens = replace(job, name="charlm_ragged_tokens", split="tokens", sample_cost=attention_cost, trim=without_padding)
 # The same job with sequences that grow during training.
 curriculum = replace(job, name="charlm_ragged_curriculum", batches=growing_batches)

@@ -33,6 +33,8 @@ def test_asynchronous_collective_counts_only_while_it_is_waited_for(group: None)
     clock = CollectiveClock()
     with clock.running():
         work = distributed.all_reduce(torch.ones(10), async_op=True)
+        # FSDP waits for nothing else.
+        assert isinstance(work, distributed.Work)
         begun = clock.seconds
         work.wait()
     assert clock.seconds > begun

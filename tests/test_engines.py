@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import math
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,13 @@ class EngineContract:
     @pytest.fixture
     def engine_to_close(self) -> Any:
         return self.make()
+
+    def test_parts_of_a_step_sum_to_its_time(self, engine: Any) -> None:
+        window = engine.run(4)
+        if window.parts is not None:
+            assert math.fsum(window.parts.seconds().values()) == pytest.approx(
+                statistics.fmean(window.step_s), rel=0.02
+            )
 
     def test_engine_begins_with_the_baseline_and_no_budget(self, engine: Any) -> None:
         assert isinstance(engine, Engine)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autotune.profiling.flops import matmul_peak, step_flops
+from autotune.mechanics.flops import matmul_peak, step_flops
 
 
 def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

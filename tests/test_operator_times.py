@@ -11,8 +11,8 @@ import torch
 
 from autotune.cli.main import run
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.mechanics.flops import step_flops
 from autotune.plan import Precision
-from autotune.profiling.flops import step_flops
 from autotune.profiling.operator_times import COMPUTE, MEMORY, OTHER, UPDATE, Rates, kind_of, operator_times
 
 # One operation and one byte take a second each, so predicted seconds are operations or bytes.
@@ -87,7 +87,7 @@ def test_kinds_of_operators(name: str, kind: str) -> None:
 def test_benchmark_splits_errors_of_real_runs_by_kind_and_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autotune.profiling.flops._SIDES", (128,))
+    monkeypatch.setattr("autotune.mechanics.flops._SIDES", (128,))
     monkeypatch.setattr("autotune.profiling.operator_times._COPIED_BYTES", 2**20)
     job = f"{Path(tiny_job.__file__)}:few_k"
     assert run(["bench", "operations", "--jobs", job, "--runs", "4", "--runs-dir", str(tmp_path)]) == 0

@@ -188,7 +188,7 @@ def test_each_scale_has_a_job_per_architecture_and_small_jobs_need_no_data_folde
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace both tasks by a network that trains in a second, and look for the peak rate in small products."""
-    monkeypatch.setattr("autotune.profiling.flops._SIDES", (128, 256))
+    monkeypatch.setattr("autotune.mechanics.flops._SIDES", (128, 256))
     reference = f"{Path(tiny_job.__file__)}:job"
     tasks = {
         architecture: Experiment(

@@ -14,6 +14,7 @@ from autotune.engines.job_checks import build_model, build_optimizer
 from autotune.job import Job
 from autotune.live.attach import attach
 from autotune.mechanics import controls, devices, randomness, stepping
+from autotune.mechanics.cutting import Cutting
 from autotune.plan import Plan
 
 
@@ -62,7 +63,7 @@ class Arm:
             loss = self.job.loss(self.model, batch)
             loss.backward()
         else:
-            pieces = stepping.split(batch, self.k)
+            pieces = Cutting.of(self.job).pieces(batch, self.k)
             weights = stepping.weights([stepping.count_items(piece, self.job.count) for piece in pieces])
             for piece, weight in zip(pieces, weights, strict=True):
                 loss = self.job.loss(self.model, piece)

@@ -28,6 +28,7 @@ from autotune.gym.observation import Observation
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics.devices import device_kind, fp32_arithmetic, fp32_computed_in, is_accelerator
+from autotune.mechanics.flops import measure_peaks
 from autotune.mechanics.processor_wait import Repetitions, is_disturbed, mean_wait
 from autotune.plan import Launch, Plan
 from autotune.records.journal import Journal
@@ -36,6 +37,7 @@ from autotune.records.run_documents import Run
 from autotune.records.tracking import Tracker
 from autotune.records.verdicts import disturbed, gated, judge
 from autotune.simulator.online_planner import LOOK_AHEAD
+from autotune.step_parts import StepParts, mean_parts
 
 COMPARISON_VERSION = 1
 # Samples of a run relative to the baseline's samples to target, so that a fast arm cannot hide a worse final metric.
@@ -211,6 +213,7 @@ def compare(
         tracker.tags({"protocol_sha256": protocol.digest, "protocol": json.dumps(asdict(protocol))})
         tracker.settle(10.0)
     journal, repetitions = journal or Journal(), Repetitions()
+    measure_peaks(device_kind())
     records: dict[str, list[RunRecord]] = {arm.name: [] for arm in arms}
     for index, seed in enumerate(protocol.seeds):
         # A B C, then C B A: a drift of the machine's speed affects all arms alike.
@@ -301,6 +304,7 @@ class _Run:
     _step_s: list[float] = field(init=False, default_factory=list)
     _samples_per_step: list[float] = field(init=False, default_factory=list)
     _waits: list[tuple[float, float | None]] = field(init=False, default_factory=list)
+    _parts: list[tuple[float, StepParts | None]] = field(init=False, default_factory=list)
 
     def __post_init__(self, seed: int) -> None:
         self._record = RunRecord(seed=seed)
@@ -339,6 +343,8 @@ class _Run:
             # Include the time of the decision and of the switch.
             self._trained_s += time.perf_counter() - began
         record.waited_frac = mean_wait(self._waits)
+        parts = mean_parts(self._parts)
+        record.parts = None if parts is None else parts.to_json()
         record.alone = dict(getattr(self.policy, "alone", {}))
         record.steps, record.samples = self._steps, self._samples
         if self._step_s:
@@ -417,6 +423,7 @@ class _Run:
         self._samples += window.samples
         self._trained_s += window.total_s
         self._waits.append((window.total_s, window.waited_frac))
+        self._parts.append((len(window.step_s), window.parts))
         norm = math.nan if window.gradient is None else window.gradient.norm
         record.gradient_norm = norm if math.isfinite(norm) else None
         self._step_s.extend(window.step_s)
@@ -573,6 +580,7 @@ def _track(tracker: Tracker, arm: Arm, record: RunRecord) -> None:
             "throughput": record.throughput,
             "energy_j": record.energy_j,
             "waited_frac": record.waited_frac,
+            **({} if record.parts is None else StepParts.from_json(record.parts).metrics()),
         },
         run=key,
         at_s=ended,

@@ -13,6 +13,8 @@ from autotune.campaign.setup import Campaign
 from autotune.cost_model.profile import Profile
 from autotune.engines.engine import Engine
 from autotune.engines.tuning_windows import make_engine
+from autotune.mechanics.devices import device_kind
+from autotune.mechanics.flops import measure_peaks
 from autotune.records.journal import JournaledEngine
 from autotune.records.run_directory import RunDirectory
 from autotune.records.tracking import Tracker, send_pending
@@ -41,6 +43,9 @@ class SearchInputs:
 def open_engine(campaign: Campaign) -> JournaledEngine:
     """Return the engine that measures plans; windows in the journal are not measured again."""
     campaign.reporter.stage("measure the baseline", 1)
+    if campaign.reference is None:
+        # Other processes would not know what is measured here.
+        measure_peaks(device_kind())
     engine = make_engine(
         campaign.job,
         campaign.settings.seed,

@@ -36,11 +36,13 @@ from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import InputError, RunDirectoryError
 from autotune.io.documents import validated
 from autotune.io.progress import Numbered
+from autotune.measurement import Measurement
 from autotune.plan import Plan
 from autotune.records.requests import TuneRequest
 from autotune.records.run_directory import LAUNCH_CHOICES, RunDirectory, require_writable
 from autotune.records.run_documents import LaunchChoices
 from autotune.records.tracking import Tracker
+from autotune.step_parts import StepParts
 
 
 def tune(campaign: Campaign, method: str) -> dict[str, Any]:
@@ -105,7 +107,8 @@ def _knobs_found(run: RunDirectory) -> dict[str, Any]:
 
 def _log(document: Mapping[str, Any], tracker: Tracker) -> None:
     """Log what was found on the parent run."""
-    found = {**document["measured"], **{name: document[name] for name in ("tuning_s", "tuning_steps")}}
+    parts = StepParts.from_json(document["measured"]["parts"]).metrics() if document["measured"]["parts"] else {}
+    found = {**document["measured"], **parts, **{name: document[name] for name in ("tuning_s", "tuning_steps")}}
     tracker.metrics({name: value for name, value in found.items() if isinstance(value, int | float)})
     tracker.tags({"plan": Plan.from_json(document["plan"])})
 
@@ -144,10 +147,16 @@ def _document(result: TuningResult, references: References, profile: Profile | N
             "baseline_peak_bytes": references.baseline.peak_bytes,
             "memory_budget_bytes": budget,
             "waited_frac": result.measurement.waited_frac,
+            "parts": _parts(result.measurement),
+            "baseline_parts": _parts(result.baseline),
         },
         "tuning_s": result.tuning_s,
         "tuning_steps": result.tuning_steps,
     }
+
+
+def _parts(window: Measurement) -> dict[str, Any] | None:
+    return None if window.parts is None else window.parts.to_json()
 
 
 def _predicted(profile: Profile, plan: Plan, budget_bytes: int | None) -> dict[str, float]:

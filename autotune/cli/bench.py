@@ -416,13 +416,26 @@ def attach(
 @_bench
 def batching(
     run: _Run,
-    job: Annotated[str, typer.Argument(help="A job whose batching is adaptive.")] = "charlm_long:adaptive",
-    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Number of paired runs.")] = 6,
+    job: Annotated[
+        str, typer.Argument(help="A job whose batching is adaptive, or whose batches are cut by tokens.")
+    ] = "charlm_long:adaptive",
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, max=1000, help="Number of paired runs, or of turns at each k.")
+    ] = 6,
     policy: Annotated[str, typer.Option("--policy", help="Policy that is attached.")] = "ppo",
 ) -> _Measured:
-    """Compare runs with a constant number of batches per step with a live run that follows the gradient's noise."""
-    from autotune.bench.bench_batching import bench_growing_noise, lines
+    """Compare constant numbers of batches per step with a live run, or cutting by samples with cutting by tokens.
 
+    The live run follows the gradient's noise. A job that is cut by tokens is compared with itself, cut by samples.
+    """
+    from autotune.bench import bench_cutting
+    from autotune.bench.bench_batching import bench_growing_noise, lines
+    from autotune.catalog import load_job
+
+    loaded = load_job(job)
+    if loaded.split == "tokens":
+        document = bench_cutting.bench_cutting(loaded, rounds=seeds, reporter=run.bars)
+        return _Measured(f"cutting-{document['job']}", document, bench_cutting.lines(document))
     document = bench_growing_noise(job, seeds=seeds, policy=policy, reporter=run.bars)
     return _Measured(f"batching-{document['job']}", document, lines(document))
 

@@ -139,11 +139,16 @@ def show(document: dict[str, Any], output: Console, *, as_json: bool) -> None:
     The sentence comes first if the machine was busy, because the times in the table are doubtful then.
     """
     from autotune.report.terminal_tables import alone_lines, comparison_table, energy_lines, plan_lines, verdict_line
+    from autotune.report.time_section import arm_parts, terminal_table, time_lines
 
     if document.get("busy") is not None:
         output.print(verdict_line(document), soft_wrap=True)
     output.print(comparison_table(document))
-    for line in [*plan_lines(document), *alone_lines(document), *energy_lines(document)]:
+    named = arm_parts(document)
+    times = terminal_table(named)
+    if times is not None:
+        output.print(times)
+    for line in [*time_lines(named), *plan_lines(document), *alone_lines(document), *energy_lines(document)]:
         output.print(line, soft_wrap=True)
     if document.get("busy") is None:
         output.print(verdict_line(document))

@@ -19,6 +19,7 @@ from autotune.errors import printable
 from autotune.live.logged_windows import time_error
 from autotune.plan import Plan, Precision, Storage
 from autotune.report.standing import Snapshot, Watched
+from autotune.report.time_section import words
 from autotune.report.wording import count, progress
 
 # Largest number of cells in a plan's strip; in larger models, neighbouring units share a cell.
@@ -49,6 +50,10 @@ def panel(snapshot: Snapshot, silent_s: float | None = None, *, plain: bool = Fa
     table.add_row("memory", _memory(snapshot, plain=plain))
     table.add_row("peak", Text(_measured_peak(snapshot)))
     table.add_row("step", Text(told_time(snapshot.predicted_s, snapshot.measured_s)))
+    if snapshot.parts is not None:
+        table.add_row("time", Text(words(snapshot.parts)))
+    if snapshot.advice is not None:
+        table.add_row("advice", Text(printable(snapshot.advice), style="yellow"))
     table.add_row("noise", Text(_noise(snapshot)))
     table.add_row("switches", _switches(snapshot))
     table.add_row("trips", Text(_trips(snapshot), style="yellow" if snapshot.trips else ""))
@@ -74,6 +79,8 @@ def line(snapshot: Snapshot, silent_s: float | None = None) -> str:
         f"{snapshot.switches:,} switches",
         _overhead(snapshot),
         f"step time {told_time(snapshot.predicted_s, snapshot.measured_s)}",
+        *([] if snapshot.parts is None else [words(snapshot.parts)]),
+        *([] if snapshot.advice is None else [printable(snapshot.advice)]),
     ]
     return " | ".join(parts)
 

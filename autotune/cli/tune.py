@@ -145,6 +145,7 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
     from autotune.plan import Plan
     from autotune.report.knobs_section import knob_lines
     from autotune.report.terminal_tables import busy_words, cost_words
+    from autotune.report.time_section import terminal_table, time_lines, tuned_parts
 
     job, weights, measured = request.job or "JOB", request.weights, document["measured"]
     table = shared.table(title=f"{job}: {request.method}", title_justify="left")
@@ -156,6 +157,10 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
     peak = "unknown" if measured["peak_bytes"] is None else format_bytes(measured["peak_bytes"])
     table.add_row("tuned", plan, _ms(measured["seconds_per_step"]), peak)
     output.print(table)
+    named = tuned_parts(document)
+    times = terminal_table(named)
+    if times is not None:
+        output.print(times)
     if "launches" in document:
         output.print(_launch_table(document["launches"]))
     own, other = measured["sample_j"], measured["baseline_sample_j"]
@@ -163,7 +168,7 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
     found = measured["peak_bytes"]
     known = found is not None and measured["baseline_peak_bytes"]
     share = f"{found / measured['baseline_peak_bytes']:.0%}" if known else "an unknown share"
-    for line in knob_lines(document.get("launch_choices")):
+    for line in [*time_lines(named), *knob_lines(document.get("launch_choices"))]:
         output.print(line, soft_wrap=True)
     compare = shlex.join(["autotune", "compare", job, "--arms", f"baseline,{document['run']}/plan.json"])
     output.print(

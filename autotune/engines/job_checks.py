@@ -19,6 +19,7 @@ from autotune.measurement import Failure
 from autotune.mechanics import controls, devices, stepping
 from autotune.mechanics.activations import uncopyable_argument
 from autotune.mechanics.buffers import copy_buffers, undo_writes
+from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.mechanics.storages import excluded, offered
@@ -27,6 +28,9 @@ from autotune.plan import PlanSpace, Precision, Storage
 from autotune.units import Unit, units_of
 
 _Answer = TypeVar("_Answer")
+
+# Largest relative difference of two losses that differ only by rounding.
+_ROUNDING = 1e-4
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +79,7 @@ def _inspected(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[
     piece, (calls, foreign) = _largest_with_room(
         _micro_batches(job, batch, choices), lambda piece: _trial(job, model, piece, units)
     )
+    _check_trim(job, model, batch, choices[-1])
     for unit in units:
         if calls[unit.name] == 0:
             logger.warning("unit %r is never called by the loss and cannot be tuned", unit.name)
@@ -191,7 +196,7 @@ def _micro_batches(job: Job, batch: Any, choices: Sequence[int]) -> list[Any]:
     """Return the first micro-batch of a step at each k, the largest first."""
     if job.batching == "adaptive":
         return [batch]
-    return [stepping.split(batch, k)[0] for k in sorted(choices)]
+    return [Cutting.of(job).pieces(batch, k)[0] for k in sorted(choices)]
 
 
 def _largest_with_room(pieces: Sequence[Any], run: Callable[[Any], _Answer]) -> tuple[Any, _Answer]:
@@ -244,6 +249,33 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> t
             module.training = mode
     _check_loss(losses[-1], f"job {job.name!r}")
     return calls, foreign
+
+
+def _check_trim(job: Job, model: nn.Module, batch: Any, k: int) -> None:
+    """Refuse a trim that changes the loss of the shortest samples: then the model looks at padding."""
+    cutting = Cutting.of(job)
+    piece = cutting.padded(batch, k)[-1]
+    if job.trim is None or not cutting.by_cost or k == 1 or not stepping.count_items(piece, job.count):
+        return
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.enable_grad():
+            before, after = (
+                float(ask(job, "loss", lambda one=one: job.loss(model, one)).detach())  # type: ignore[misc]
+                for one in (piece, cutting.trimmed(piece))
+            )
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    # Reduced precisions of a model's own, and TF32, round by up to a percent.
+    tolerance = _ROUNDING if not devices.is_accelerator(next(model.parameters()).device) else 100 * _ROUNDING
+    if abs(after - before) > tolerance * abs(before):
+        raise JobError(
+            f"trim changes the loss of a micro-batch from {before:.6g} to {after:.6g}",
+            where=f"job {job.name!r}",
+            allowed="a trim of padding that the model does not look at; or trim=None",
+        )
 
 
 def _try_reduced_borders(job: Job, model: nn.Module, batch: Any, space: PlanSpace, locks: dict[str, str]) -> None:

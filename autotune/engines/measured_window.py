@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autotune.measurement import ABSENT, Failure, GradientStatistics, Measurement
 from autotune.mechanics.energy_meter import EnergyMeter
 from autotune.mechanics.processor_wait import ProcessorWait
+from autotune.step_parts import StepParts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,6 +20,8 @@ class StepReport:
 
     Attributes:
         seconds: wall time of the step.
+        parts: seconds of each of its parts, which sum to it; ``communication`` is all time in collectives.
+        flops: operations of its forward and backward passes without recomputation; ``None`` if they are not known.
         energy_j: energy of the step; ``None`` if it cannot be read.
         timed: whether the time is representative (the step was not discarded, metered or split to measure the noise).
         samples: samples consumed.
@@ -29,6 +33,8 @@ class StepReport:
     """
 
     seconds: float
+    parts: Mapping[str, float]
+    flops: int | None
     energy_j: float | None
     timed: bool
     samples: int
@@ -75,6 +81,7 @@ class Window:
         memory_budget_bytes: int | None,
         gradient: GradientStatistics | None,
         loss_scale: float | None,
+        parts: StepParts | None,
     ) -> Measurement:
         """Return the window as a measurement."""
         good = [report for report in self.reports if report.stepped]
@@ -104,6 +111,7 @@ class Window:
             energy_source=self.meter.source if known else ABSENT,
             skipped_steps=len(self.reports) - len(good),
             waited_frac=self._wait.frac(),
+            parts=parts,
             failure=self.failure,
             failure_detail=self.failure_detail,
         )

@@ -21,6 +21,7 @@ from autotune.engines.torch_engine import EngineOptions, Snapshot, TorchEngine
 from autotune.errors import EngineError, InputError, JobError
 from autotune.job import Job
 from autotune.mechanics import devices, randomness, stepping
+from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.energy_meter import EnergyMeter, estimate
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.rank_probe import RankProbe, RankUpdate
@@ -164,6 +165,13 @@ class RankEngine(TorchEngine):
         distributed.all_reduce(shared, distributed.ReduceOp.MAX)
         return float(shared)
 
+    def gathered(self, values: Sequence[float]) -> list[Sequence[float]]:
+        """Return the values of all ranks, in their order: one collective, once a window."""
+        own = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(own) for _ in range(self.world)]
+        distributed.all_gather(found, own)
+        return [one.tolist() for one in found]
+
     def total(self, losses: Sequence[torch.Tensor]) -> float:
         """Return the mean loss per item of the whole step."""
         shared = torch.stack([loss.float() for loss in losses]).sum() if losses else torch.tensor(float("nan"))
@@ -200,14 +208,15 @@ class RankEngine(TorchEngine):
 
     def _grid(self, pieces: Sequence[Any]) -> list[list[Any]]:
         """Return the micro-batches of each rank, the same number for all."""
+        cutting = Cutting.of(self.job)
         if self.job.batching == "fixed":
             batch = self._pending[0]
             size = stepping.num_samples(batch)
             if size < self.world:
                 raise JobError(f"a batch has {size} samples for {self.world} ranks", where=f"job {self.job.name!r}")
             steps = min(len(pieces), size // self.world)
-            return [stepping.split(part, steps) for part in stepping.split(batch, self.world)]
-        parts = [stepping.split(piece, self.world) for piece in pieces]
+            return [cutting.pieces(part, steps) for part in cutting.dealt(batch, self.world)]
+        parts = [cutting.dealt(piece, self.world) for piece in pieces]
         if any(len(part) < self.world for part in parts):
             raise JobError(f"a batch has fewer samples than {self.world} ranks", where=f"job {self.job.name!r}")
         return [[part[rank] for part in parts] for rank in range(self.world)]

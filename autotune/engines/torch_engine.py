@@ -29,13 +29,17 @@ from autotune.measurement import Failure, Measurement
 from autotune.mechanics import controls, devices, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
 from autotune.mechanics.compiled_units import compilations
+from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.energy_meter import EnergyMeter, find_meter
+from autotune.mechanics.flops import model_flops, peak_of
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, MonitorState
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors, tensor_bytes
 from autotune.mechanics.releasing import ReleasingUpdate
+from autotune.mechanics.step_clock import StepClock, completed, seconds_of
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.trees import tensors
-from autotune.plan import Plan
+from autotune.plan import Plan, Precision
+from autotune.step_parts import PARTS, StepParts, parts_of_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +117,11 @@ class TorchEngine(EngineBase):
         job: the job.
         model: the job's model.
         energy: the device's energy meter.
+        clock: the clock of a step's parts.
         called: the object with which the job's loss is computed: the model, or a wrapper of it.
         recovers: whether a step that raised can be undone; otherwise its exception is raised.
         settling_steps: number of steps under any plan after which its memory no longer changes.
+        world: number of ranks that train the job together.
 
     Raises:
         JobError: if the job's model, batches or loss cannot be used; the message says which.
@@ -123,6 +129,7 @@ class TorchEngine(EngineBase):
 
     recovers = True
     settling_steps = 0
+    world = 1
 
     def __init__(
         self,
@@ -149,6 +156,7 @@ class TorchEngine(EngineBase):
             self._stream = BatchStream(job, seed, self.device)
             self._pending: list[Any] = [ask(job, "batches", self._stream.take)]
             self._random = randomness.capture()
+            self._counted = self._count_flops()
             space, self.locks = inspect_job(job, self.model, self._pending[0])
             super().__init__(space)
             self.fp32_borders = "borders" in self.locks
@@ -160,10 +168,13 @@ class TorchEngine(EngineBase):
         self.monitor = GradientMonitor(self.model, self.space.units)
         self._meter = MemoryMeter(self.device)
         self.energy = self.energy_meter()
+        self.clock = StepClock(self.device)
         # Peak and metered batch bytes by plan: a smaller batch cannot need more memory.
         self._peaks: dict[Plan, tuple[int, int]] = {}
         self._reserved: dict[Plan, int] = {}
         self._steps_under_plan = 0
+        # A batch and how many micro-batches it was cut into, with these.
+        self._cut: tuple[Any, int, list[Any]] | None = None
         controls.apply(self.model, self.plan)
 
     def arranged(self) -> None:
@@ -213,13 +224,15 @@ class TorchEngine(EngineBase):
         self.require_open()
         window = Window(meter=self.energy)
         first_step = self.progress.steps
-        with self._own_randomness():
+        collectives = self.clock.timing_collectives() if self.world > 1 else contextlib.nullcontext()
+        with self._own_randomness(), collectives:
             for _ in range(steps):
                 self._advance(window, sample=self._sample_is_due(first_step))
                 if window.failure is not None:
                     break
         peak = self._peaks.get(self.plan)
         return window.measurement(
+            parts=self._parts(window),
             peak_bytes=None if peak is None else peak[0],
             reserved_bytes=self._reserved.get(self.plan),
             memory_budget_bytes=self.memory_budget_bytes,
@@ -319,6 +332,7 @@ class TorchEngine(EngineBase):
         """Run one step; on failure, end the window and restore the state."""
         # Reading a driver's energy counter takes up to ten milliseconds, so it is read before the clock.
         began_j, began = self.energy.read(), time.perf_counter()
+        self.clock.start("data")
         batches, undo, problem = self._begin_step()
         if undo is None:
             devices.release(self.device)
@@ -356,19 +370,23 @@ class TorchEngine(EngineBase):
         if not attempt.stepped and not attempt.overflowed:
             write_buffers(self.model, undo.buffers)
         del self._pending[: len(batches)]
+        self._cut = None
         self._count(window, attempt, began, began_j)
         self._judge(window, attempt)
 
     def _begin_step(self) -> tuple[list[Any], _Undo | None, str]:
         """Return the step's batches and the state to restore, or the error if they do not fit in memory."""
         try:
-            return self._take_batches(), _Undo(randomness.capture(), copy_buffers(self.model), self.monitor.state), ""
+            batches = self._take_batches()
+            self.clock.enter("control")
+            return batches, _Undo(randomness.capture(), copy_buffers(self.model), self.monitor.state), ""
         except Exception as error:
             if not devices.is_out_of_memory(error):
                 raise
             return [], None, f"{type(error).__name__}: {error}"
 
     def _count(self, window: Window, attempt: _Attempt, began: float, began_j: float | None) -> None:
+        borders = self.clock.stop()
         devices.synchronize(self.device)
         seconds = time.perf_counter() - began
         self.progress.steps += 1
@@ -378,6 +396,8 @@ class TorchEngine(EngineBase):
         window.reports.append(
             StepReport(
                 seconds=seconds,
+                parts=completed(seconds_of(borders, self.device), seconds),
+                flops=self._flops_of(attempt.batches),
                 energy_j=spent(began_j, self.energy.read()),
                 timed=attempt.representative and self._steps_under_plan > self.options.discard_steps,
                 samples=attempt.samples,
@@ -403,6 +423,60 @@ class TorchEngine(EngineBase):
         elif options.time_limit_s is not None and (elapsed := self.agreed(window.elapsed())) > options.time_limit_s:
             window.fail(Failure.TIMEOUT, f"{elapsed:.1f} s over {options.time_limit_s:g} s")
 
+    def _count_flops(self) -> tuple[tuple[torch.Size, ...], int] | None:
+        """Return the shapes of the first batch and the operations of its step, if the device's peak rate is known."""
+        batch = self._pending[0]
+        if peak_of(self.device, (Precision.FP32,)) is None:
+            return None
+        flops = model_flops(self.job.name, self.model, self.job.loss, batch)
+        return None if flops is None else (_shapes(batch), flops)
+
+    def _flops_of(self, batches: Sequence[Any]) -> int | None:
+        """Return the operations of a step on batches; ``None`` if they are not like the batch that was counted."""
+        if self._counted is None or any(_shapes(batch) != self._counted[0] for batch in batches):
+            return None
+        return self._counted[1] * len(batches)
+
+    def _parts(self, window: Window) -> StepParts | None:
+        """Return the parts of the window's timed steps, by their mean shares over all ranks."""
+        reports = window.reports
+        if not reports or window.failure is Failure.OUT_OF_MEMORY:
+            return None
+        own = [report.parts.get(part, 0.0) for report in reports for part in PARTS]
+        ranks = []
+        for values in self.gathered(own):
+            steps = [dict(zip(PARTS, values[start:], strict=False)) for start in range(0, len(values), len(PARTS))]
+            ranks.append([step for step, report in zip(steps, reports, strict=True) if report.stepped and report.timed])
+        timed = [report for report in reports if report.stepped and report.timed]
+        seconds = math.fsum(report.seconds for report in timed)
+        if not seconds:
+            return None
+        parts = parts_of_ranks(
+            ranks,
+            samples_per_s=sum(report.samples for report in timed) / seconds,
+            items_per_s=None if self.job.count is None else sum(report.items for report in timed) / seconds,
+        )
+        if parts is None:
+            return None
+        # Ranks begin and end a step together but for moments.
+        own_parts = parts.of_step(seconds / len(timed))
+        return self._with_utilisation(own_parts, [report.flops for report in timed], seconds)
+
+    def _with_utilisation(self, parts: StepParts, flops: Sequence[int | None], seconds: float) -> StepParts:
+        """Return parts with the utilisation of the devices, if the operations of all steps are known."""
+        known = [one for one in flops if one is not None]
+        if len(known) < len(flops):
+            return parts
+        with self._own_settings():
+            peak = peak_of(self.device, {self.plan.precision_of(unit.name) for unit in self.space.units})
+        if peak is None:
+            return parts
+        return replace(parts, mfu=sum(known) / (seconds * peak.rate * self.world), peak_source=peak.source)
+
+    def gathered(self, values: Sequence[float]) -> list[Sequence[float]]:
+        """Return the values of all ranks, in their order; there is one rank here."""
+        return [values]
+
     def _take_batches(self) -> list[Any]:
         """Return the batches of the next step, which are the same again after a failure."""
         needed = 1 if self.job.batching == "fixed" else self.plan.accumulation_steps
@@ -421,7 +495,7 @@ class TorchEngine(EngineBase):
 
         The first step of a run is not metered: it creates the optimizer's state, so that its reading would be too low.
         """
-        size = tensor_bytes(tensors(batches))
+        size = self._load(batches)
         known = self._peaks.get(self.plan, (0, 0))
         unsettled = self.progress.steps == 0 or self._steps_under_plan < self.settling()
         meters = self.options.meter_memory and self._meter.available
@@ -435,6 +509,20 @@ class TorchEngine(EngineBase):
             self._peaks[self.plan] = max(known[0], int(self.agreed(self._meter.peak_bytes))), size
         if self._meter.reserved_bytes is not None:
             self._reserved[self.plan] = int(self.agreed(self._meter.reserved_bytes))
+
+    def _load(self, batches: Sequence[Any]) -> int:
+        """Return the bytes by which batches are compared: a plan needs no more memory for those with fewer."""
+        if self.job.split == "samples" or self.job.batching == "adaptive":
+            return tensor_bytes(tensors(batches))
+        # Micro-batches of batches of one size may differ. A trimmed one may be a view of a larger tensor.
+        pieces = self.cut(batches[0], self.plan.accumulation_steps * self.world)
+        return max(sum(leaf.numel() * leaf.element_size() for leaf in tensors(piece)) for piece in pieces)
+
+    def cut(self, batch: Any, pieces: int) -> list[Any]:
+        """Return a batch in micro-batches, those of the last call for the same ones."""
+        if self._cut is None or self._cut[0] is not batch or self._cut[1] != pieces:
+            self._cut = batch, pieces, Cutting.of(self.job).pieces(batch, pieces)
+        return self._cut[2]
 
     def settling(self) -> int:
         """Return the number of steps under the plan after which its memory no longer changes."""
@@ -501,6 +589,7 @@ class TorchEngine(EngineBase):
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def _put_back(self, undo: _Undo) -> None:
+        self._cut = None
         self.update.discard()
         write_buffers(self.model, undo.buffers)
         randomness.restore(undo.random)
@@ -557,23 +646,26 @@ class _Attempt:
 
     def finish(self) -> None:
         """Clip and make the update; skip it if the loss or the gradient is not finite."""
+        self._engine.clock.enter("update")
         self._engine.update.clip(self.norm)
         self._finishing = True
         self.stepped = self._engine.update.finish(self.norm, abandon=not math.isfinite(self.loss))
+        self._engine.clock.enter("control")
 
     def _pieces(self, *, may_split: bool) -> list[Any]:
         engine = self._engine
         if engine.job.batching == "adaptive":
             return self.batches
-        k = engine.plan.accumulation_steps
         if self._sample and may_split and engine.may_split():
+            # The noise scale needs micro-batches of samples at random.
             self.representative = False
-            k = 2
-        return stepping.split(self.batches[0], k)
+            return stepping.split(self.batches[0], 2)
+        return engine.cut(self.batches[0], engine.plan.accumulation_steps)
 
     def _run(self, shares: stepping.Shares, probe: GradientProbe | None = None) -> None:
         engine = self._engine
         engine.update.begin(len(shares.here))
+        engine.clock.enter("compute")
         losses = []
         for piece, weight in shares.here:
             if probe is not None:
@@ -584,8 +676,10 @@ class _Attempt:
             engine.update.backward(loss, weight)
             engine.phase("update")
             losses.append(loss.detach() * weight)
+        engine.clock.enter("update")
         self.norm = engine.update.unscale()
         self.loss = engine.total(losses)
+        engine.clock.enter("control")
 
     def _run_sampled(self, shares: stepping.Shares) -> None:
         engine = self._engine
@@ -599,3 +693,7 @@ class _Attempt:
             micro_samples=shares.samples,
             scales=[weight * scale for weight in shares.weights],
         )
+
+
+def _shapes(batch: Any) -> tuple[torch.Size, ...]:
+    return tuple(leaf.shape for leaf in tensors(batch))

@@ -17,6 +17,7 @@ from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.job import Job
 from autotune.measurement import ABSENT, Measurement
 from autotune.mechanics.processor_wait import mean_wait
+from autotune.step_parts import mean_parts
 
 # An untimed step, usually the metered one, and two timed ones, or one if the other is split or metered instead.
 WINDOW_STEPS = 3
@@ -70,5 +71,6 @@ def merge_windows(windows: Sequence[Measurement]) -> Measurement:
         energy_j=sum(energies) if len(energies) == len(windows) else None,
         total_energy_j=sum(totals) if len(totals) == len(windows) else None,
         energy_source=windows[-1].energy_source if len(energies) == len(windows) else ABSENT,
+        parts=mean_parts([(len(window.step_s), window.parts) for window in windows]),
         waited_frac=mean_wait([(window.total_s, window.waited_frac) for window in windows]),
     )

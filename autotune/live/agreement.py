@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from autotune.plan import Plan, Precision, Storage
 LOCKED_ELSEWHERE = "another rank's batch speaks against it"
 # Above the position of every storage, from the fastest to the leanest: the unit is locked.
 _LOCKED = float(len(STORAGES))
+# Sixteen messages between ranks.
+_MOST_GATHERED = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +195,26 @@ class Agreement:
             changes["precision"] = dict.fromkeys(plan.precision, precisions[int(precision)])
         elsewhere = [name for name, wish in zip(names, found, strict=True) if wish == _LOCKED and name not in locked]
         return plan.changed(**changes), elsewhere
+
+    def gathers(self, count: int) -> bool:
+        """Return whether there are other ranks, and few enough to tell each other so many values now and then."""
+        return self.many and self._ranks.world * count <= _MOST_GATHERED
+
+    def gathered(self, values: Sequence[float]) -> list[list[float]]:
+        """Return the values of all ranks, in their order; all have as many.
+
+        Args:
+            values: This rank's values.
+
+        Raises:
+            RanksError: If the others cannot be reached.
+        """
+        world, own, count = self._ranks.world, self._ranks.rank, len(values)
+        # The largest of each: only one rank has another value than this in its place.
+        table = [-math.inf] * (world * count)
+        table[own * count : (own + 1) * count] = values
+        found = self._ranks.largest(table)
+        return [found[rank * count : (rank + 1) * count] for rank in range(world)]
 
     def locked_elsewhere(self, names: list[str], locked: Mapping[str, str]) -> list[str]:
         """Return the choices that another rank has locked and this one has not.

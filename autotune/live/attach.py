@@ -180,6 +180,8 @@ def attach(
     if settings.report_to != "none" and folder is not None:
         follow(folder, settings.report_to)
     pilot = Pilot(facts, found, log, ranks)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        pilot.times.watch_reducer(model)
     leaving = contextlib.ExitStack()
     leaving.callback(pilot.close)
     tuner = LiveTuner(

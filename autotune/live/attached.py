@@ -88,6 +88,7 @@ class Step:
         losses: weighted losses of its micro-batches, still on the device.
         norm: 2-norm of its gradient.
         stepped: whether the optimizer stepped.
+        items: loss-bearing items of the step; ``None`` if they are not counted.
     """
 
     seconds: float
@@ -98,3 +99,4 @@ class Step:
     losses: tuple[torch.Tensor, ...]
     norm: float
     stepped: bool
+    items: int | None = None

@@ -5,34 +5,63 @@ A batch that cannot be read is passed on whole: the caller's loop may be able to
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from autotune.errors import AttachError, JobError
+from autotune.job import Split
 from autotune.mechanics import stepping
+from autotune.mechanics.cutting import Cutting, SampleCost, Trim
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.stepping import Count, WholeTensors
 
 
-def cut(batch: Any, k: int, count: Count | None, whole: WholeTensors) -> list[tuple[Any, float]]:
-    """Return a batch in k pieces, each with its share of the batch's items; pieces without items are left out.
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Micro-batches of a batch.
+
+    Attributes:
+        weighed: each with its share of the batch's items; those without items are left out.
+        items: the batch's loss-bearing items; ``None`` if they were not counted.
+    """
+
+    weighed: list[tuple[Any, float]]
+    items: int | None
+
+
+def cutting_of(count: Count | None, split: str, sample_cost: SampleCost | None, trim: Trim | None) -> Cutting:
+    """Return how a caller's batches are cut.
+
+    Raises:
+        AttachError: if the split is unknown, or it needs the tokens of a sample and nothing tells them.
+    """
+    allowed = "samples; or tokens, with count= or sample_cost="
+    if split == "samples" or (split == "tokens" and (count is not None or sample_cost is not None)):
+        return Cutting(split=cast("Split", split), count=count, sample_cost=sample_cost, trim=trim)
+    raise AttachError(f"split is {split!r}", where="micro_batches", allowed=allowed)
+
+
+def cut(batch: Any, k: int, cutting: Cutting, whole: WholeTensors) -> Pieces:
+    """Return a batch in k pieces.
 
     Args:
         batch: any tree of tensors with samples in dimension 0.
         k: number of pieces.
-        count: counts the loss-bearing items of a piece; ``None`` counts samples.
+        cutting: how to cut it.
         whole: records which tensors are never cut.
 
     Raises:
-        AttachError: if the count is not a whole number, or 0 for the whole batch.
+        AttachError: if the count is not a whole number, or 0 for the whole batch, or the batch cannot be cut by cost.
     """
-    if k == 1 and count is None:
-        return [(batch, 1.0)]
-    pieces = _pieces(batch, k, whole)
-    counts = [counted(piece, count) for piece in pieces]
+    if k == 1 and cutting.count is None:
+        return Pieces([(batch, 1.0)], None)
+    pieces = _pieces(batch, k, cutting, whole)
+    counts = [counted(piece, cutting.count) for piece in pieces]
     if not sum(counts):
         raise nothing_to_learn()
     weights = [1.0] if len(pieces) == 1 else stepping.weights(counts)
-    return [(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight > 0]
+    weighed = [(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight > 0]
+    return Pieces(weighed, None if cutting.count is None else sum(counts))
 
 
 def nothing_to_learn() -> AttachError:
@@ -42,8 +71,13 @@ def nothing_to_learn() -> AttachError:
     )
 
 
-def _pieces(batch: Any, k: int, whole: WholeTensors) -> list[Any]:
-    """Return a batch in k pieces; in one piece if it cannot be cut."""
+def _pieces(batch: Any, k: int, cutting: Cutting, whole: WholeTensors) -> list[Any]:
+    """Return a batch in k pieces; in one piece if it cannot be cut by samples."""
+    if cutting.by_cost:
+        try:
+            return cutting.pieces(batch, k, whole.of(batch))
+        except JobError as error:
+            raise AttachError(error.problem, where="micro_batches", allowed=error.allowed) from error
     try:
         return whole.split(batch, k)
     except any_error():  # see the module's docstring

@@ -29,6 +29,7 @@ from autotune.live.memory_budget import BudgetReader
 from autotune.live.phases import Profiled, Unprofiled
 from autotune.live.placement import Placements, usable
 from autotune.live.rank_channel import Ranks
+from autotune.live.step_times import StepTimes, as_values, of_all_ranks
 from autotune.live.tripwires import Reading, Wires, compiled_graphs
 from autotune.measurement import Measurement
 from autotune.mechanics import controls
@@ -41,6 +42,7 @@ from autotune.profiling.step_peaks import StepPeaks
 from autotune.profiling.step_signature import Signature
 from autotune.profiling.trial_passes import Outcome
 from autotune.profiling.unit_calls import UnitCalls
+from autotune.step_parts import PARTS, StepParts, advice
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class Pilot:
         step: Number of optimizer steps since the tuner was attached.
         phase: The phase of the run, which makes the predictions.
         time: Counter of the time that the tuner itself takes.
+        times: Where the time of each step goes.
         over_budget: Number of steps for which no plan was known to fit, or whose measured peak exceeded the budget.
         switches: Number of switches that were decided.
         placed: Number of times that the applied plan has changed, for any reason.
@@ -82,6 +85,12 @@ class Pilot:
         self.phase: Unprofiled | Profiled = Unprofiled(attached.space)
         self.plan = self.phase.baseline
         self.time = OwnTime(attached.total_steps)
+        self.times = StepTimes(attached.device)
+        if ranks.many:
+            self.times.watch_collectives()
+        # Where the time of the last window's steps went, and the advice that was given about the run.
+        self._parts: StepParts | None = None
+        self._advice: str | None = None
         self.step = self.switches = self.placed = self.over_budget = 0
         # Whether no plan is known to fit the running step.
         self._unfitting = False
@@ -174,6 +183,8 @@ class Pilot:
             "measured_s": None if self._last_ran is None else self._last_ran.seconds,
             "noise_scale": None if gradient is None else gradient.noise_scale,
             "overhead_frac": self.overhead_frac(),
+            "parts": None if self._parts is None else self._parts.to_json(),
+            "advice": self._advice,
         }
 
     # Before, in and after a step.
@@ -297,9 +308,14 @@ class Pilot:
         if self.step % self.attached.limits.decide_every == 0:
             self._meet()
 
+    def end_times(self, step: Step) -> None:
+        """Note that the caller goes on after a step; steps that are watched or tried are not like others."""
+        self.times.end(samples=step.samples, items=step.items, ordinary=not self.time.learns)
+
     def abandon_step(self) -> None:
         """Discard a step that was not finished."""
         self._end_probe()
+        self.times.abandon()
         self._profiler.abandon()
 
     @property
@@ -349,6 +365,7 @@ class Pilot:
 
     def close(self) -> None:
         """Leave the model as it was found."""
+        self.times.close()
         self.abandon_step()
         self._switcher.remove()
         self.plan = self.phase.baseline
@@ -497,8 +514,23 @@ class Pilot:
             memory_budget_bytes=self._budget.announced,
             gradient=self._monitor.aged(self.step) if every is not None else None,
             learning_rate=float(self.attached.optimizer.param_groups[0]["lr"]),
+            parts=self._take_parts(),
         )
         return measured, sum(not math.isfinite(loss) for loss in losses)
+
+    def _take_parts(self) -> StepParts | None:
+        """Return where the time of the last steps went, on all ranks; give advice once if a part is large."""
+        own = self.times.take()
+        found = own
+        if self._agreement.gathers(len(PARTS)):
+            found = of_all_ranks(own, self._agreement.gathered(as_values(own)))
+        self._parts = found or self._parts
+        told = advice(found)
+        if told is not None and self._advice is None:
+            self._advice = told
+            self.log.write("advice", self.step, advice=told, parts=None if found is None else found.to_json())
+            logger.info("step %d: %s", self.step, told)
+        return found
 
     def _observe(self, window: Measurement) -> Observation:
         total = self.attached.total_steps

@@ -12,6 +12,7 @@ import torch
 
 from autotune.live.attached import Step
 from autotune.measurement import GradientStatistics, Measurement
+from autotune.step_parts import StepParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class Window:
         memory_budget_bytes: int | None,
         gradient: GradientStatistics | None,
         learning_rate: float,
+        parts: StepParts | None = None,
     ) -> Measurement:
         """Return the window as policies see it.
 
@@ -107,6 +109,7 @@ class Window:
             memory_budget_bytes: the current budget; ``None`` for none.
             gradient: statistics of the gradient; ``None`` if none were sampled.
             learning_rate: learning rate of the first group of parameters.
+            parts: where the time of its steps went; ``None`` if unknown.
         """
         finite = [loss for loss in losses if math.isfinite(loss)]
         own = self.timed
@@ -125,6 +128,7 @@ class Window:
             gradient=gradient,
             learning_rate=learning_rate,
             skipped_steps=self.skipped,
+            parts=parts,
         )
 
 
@@ -139,4 +143,5 @@ def figures_of(window: Measurement) -> dict[str, Any]:
         "skipped_steps": window.skipped_steps,
         "steps": window.steps,
         "total_s": window.total_s,
+        "parts": None if window.parts is None else window.parts.to_json(),
     }

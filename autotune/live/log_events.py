@@ -10,6 +10,7 @@ from annotated_types import Interval, Len
 from autotune.errors import InputError
 from autotune.io.documents import Bytes, Count, NotNegative, Positive, Quantity, Seconds, document, shown, validated
 from autotune.plan import Plan
+from autotune.step_parts import StepParts
 
 _Text = Annotated[str, Len(0, 10_000)]
 _Names = Annotated[list[_Text], Len(0, 100_000)]
@@ -66,6 +67,7 @@ class _Seen:
     skipped_steps: Count = 0
     steps: Count = 0
     total_s: Seconds = 0.0
+    parts: StepParts | None = None
 
 
 @document
@@ -134,6 +136,22 @@ class Tripped(_Event):
 
 
 @document
+class Advice(_Event):
+    """A part of the step is so large that something else than a plan would help most; said once."""
+
+    advice: _Text
+    parts: StepParts
+
+
+@document
+class Locked(_Event):
+    """What was learnt while the run trained locks a choice."""
+
+    what: _Text
+    reason: _Text
+
+
+@document
 class OutOfMemory(_Event):
     """Memory ran out under a plan, and the step was run again with a larger k."""
 
@@ -181,6 +199,8 @@ class Detached(_Event):
     measured_s: Seconds | None = None
     noise_scale: Quantity | None = None
     overhead_frac: Quantity | None = None
+    parts: StepParts | None = None
+    advice: _Text | None = None
 
 
 _KINDS: Mapping[str, type[_Event]] = {
@@ -189,6 +209,8 @@ _KINDS: Mapping[str, type[_Event]] = {
     "decision": Decision,
     "switched": Switched,
     "tripped": Tripped,
+    "advice": Advice,
+    "locked": Locked,
     "out of memory": OutOfMemory,
     "late": Late,
     "budget refused": BudgetRefused,

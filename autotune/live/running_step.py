@@ -26,6 +26,7 @@ class RunningStep:
         samples: number of samples so far.
         first: contents of its first batch; ``None`` where the batch cannot be read.
         items: loss-bearing items of each batch, if batches are weighted by them.
+        num_items: loss-bearing items of all batches so far; ``None`` if they are not counted.
         size: bytes of the largest batch.
         all_bytes: bytes of all batches.
         later: bytes of the largest batch after the first.
@@ -47,6 +48,7 @@ class RunningStep:
     samples: int = 0
     first: Contents | None = None
     items: list[int] = field(default_factory=list)
+    num_items: int | None = None
     size: int = 0
     all_bytes: int = 0
     later: int = 0

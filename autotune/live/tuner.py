@@ -22,13 +22,15 @@ from torch.utils._pytree import tree_leaves
 from autotune.cost_model.learning_rate import batch_factor
 from autotune.errors import AttachError
 from autotune.live.attached import Attached, Step, StepAhead
-from autotune.live.batch_pieces import counted, cut, nothing_to_learn, num_samples
+from autotune.live.batch_pieces import Pieces, counted, cut, cutting_of, nothing_to_learn, num_samples
 from autotune.live.controller import Pilot
 from autotune.live.kill_switches import reason_to_stop
 from autotune.live.limits import Mode
 from autotune.live.running_step import RunningStep
 from autotune.live.scaled_loss import is_scaled
+from autotune.live.step_times import StepTimes
 from autotune.mechanics import controls, devices
+from autotune.mechanics.cutting import Cutting, SampleCost, Trim
 from autotune.mechanics.loop_signals import any_error, errors_ignored
 from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.stepping import Count, Update, WholeTensors
@@ -85,6 +87,8 @@ class LiveTuner:
         self._model = model
         self._update = update
         self._pilot = pilot
+        # Once the pilot is closed, these are no longer taken.
+        self._times = StepTimes.none() if pilot is None else pilot.times
         self._stop_file = stop_file
         self._on_detach = on_detach
         self.folder = folder
@@ -107,29 +111,44 @@ class LiveTuner:
 
     # Called by the user's loop.
 
-    def micro_batches(self, batch: Any, count: Count | None = None) -> Iterator[Any]:
+    def micro_batches(
+        self,
+        batch: Any,
+        count: Count | None = None,
+        *,
+        split: str = "samples",
+        sample_cost: SampleCost | None = None,
+        trim: Trim | None = None,
+    ) -> Iterator[Any]:
         """Yield the batch in the pieces that the plan requires; run forward and :meth:`backward` for each.
 
         Args:
             batch: any tree of tensors with samples in dimension 0; leaves without samples are passed on whole.
             count: counts a piece's loss-bearing items; ``None`` counts samples. Needed if k may be larger than 1 and
                 the loss is not a mean over samples.
+            split: ``samples`` cuts consecutive samples, as many in each piece; ``tokens`` cuts pieces of about equal
+                cost, of samples in another order. A batch that stays whole is the same in both.
+            sample_cost: ``(batch) -> one number >= 0 per sample``, by which ``tokens`` balances; ``None`` counts the
+                items of each sample.
+            trim: ``(piece) -> piece`` without padding that none of its samples needs; ``tokens`` then puts samples of
+                like cost together. ``None`` leaves all padding.
 
         Raises:
-            AttachError: if the count is not a whole number, or 0 for the whole batch.
+            AttachError: if the count is not a whole number, or 0 for the whole batch, or the batch cannot be cut so.
         """
+        cutting = cutting_of(count, split, sample_cost, trim)
         try:
             k = self._begin(batch)
             if len(self._facts.space.accumulation_choices) > 1:
                 self._whole_tensors.note(batch)
-            yield from self.passes_beside(batch, count)
+            yield from self._passes_beside(batch, cutting)
             # These passes may have shown that the batch must not be cut.
             k = self.plan.accumulation_steps if k > 1 else k
             running = self._running
             if running is None:
                 return
-            whole, alone = self._whole_tensors, running.batches == 1
-            pieces = self._whole(batch, count, running) if self._facts.adaptive else cut(batch, k, count, whole)
+            alone = running.batches == 1
+            pieces = self._pieces(batch, k, cutting, running)
             if not self._facts.adaptive:
                 # A loop that accumulates batches itself sets their weights: only one call's micro-batches can be
                 # compared.
@@ -215,6 +234,7 @@ class LiveTuner:
         if not self._is_full(running):
             running.left = time.perf_counter()
             return False
+        self._tell_time("update")
         norm = self.unscale()
         self._num_unstepped = 0
         if norm == 0.0:
@@ -324,6 +344,7 @@ class LiveTuner:
             batch: the micro-batch, as for :meth:`begin_step`.
         """
         if self._running is not None:
+            self._times.come_back()
             self._running.add(batch)
 
     def passes_beside(self, batch: Any, count: Count | None = None) -> Iterator[Any]:
@@ -336,6 +357,9 @@ class LiveTuner:
             batch: as for :meth:`micro_batches`.
             count: as for :meth:`micro_batches`.
         """
+        yield from self._passes_beside(batch, Cutting(count=count))
+
+    def _passes_beside(self, batch: Any, cutting: Cutting) -> Iterator[Any]:
         pilot, running = self._pilot, self._running
         if pilot is None or running is None or not pilot.shadows:
             return
@@ -343,6 +367,7 @@ class LiveTuner:
             self._safely(lambda pilot: pilot.lock_shadows("a batch of the run can be read only once"))
             return
         began = time.perf_counter()
+        self._times.control()
         outcomes = []
         # Parameters of another optimizer may have gradients.
         parameters = (*self._facts.model.parameters(), *self._update.parameters)
@@ -353,7 +378,7 @@ class LiveTuner:
             for plan in pilot.shadows:
                 with pilot.trying(plan) as failures, undone(self._facts.model):
                     self._beside = Attempt([], failures)
-                    for piece, weight in cut(batch, plan.accumulation_steps, count, self._whole_tensors):
+                    for piece, weight in cut(batch, plan.accumulation_steps, cutting, self._whole_tensors).weighed:
                         self._weight = weight
                         with self._synchronised(last=False):
                             yield piece
@@ -367,6 +392,7 @@ class LiveTuner:
             spent = time.perf_counter() - began
             running.own_s += spent
             pilot.spend(spent)
+            self._times.begun()
         self._safely(lambda pilot: pilot.take_shadows(outcomes))
 
     def failed_beside(self, error: Exception) -> None:
@@ -451,6 +477,7 @@ class LiveTuner:
             devices.synchronize(self._facts.device)
         self._largest_bytes = max(self._largest_bytes, running.size)
         average = running.average
+        self._times.control()
         ended = time.perf_counter()
         report = Step(
             seconds=ended - running.began - running.own_s - running.away_s,
@@ -461,11 +488,14 @@ class LiveTuner:
             losses=tuple(running.losses if average == 1.0 else [loss * average for loss in running.losses]),
             norm=norm,
             stepped=stepped,
+            items=running.num_items,
         )
         self._running = None
         self._safely(lambda pilot: pilot.after_step(report), since=ended)
         if self._pilot is not None:
             self._watch_over(self._pilot)
+        if self._pilot is not None:
+            self._pilot.end_times(report)
 
     def _begin(self, batch: Any, *, bounded: bool = False) -> int:
         """Begin a step, or continue one whose gradients are still being accumulated; return k.
@@ -478,12 +508,14 @@ class LiveTuner:
         if self._running is not None and self._running.pending and not (alone and self._running.left_early):
             # No complete step() in between: gradients are being accumulated, so nothing may be switched.
             self._look_for_updates()
+            self._times.come_back()
             self._running.come_back()
             self._running.add(batch)
             return 1
         ended = self._running is None
         if not ended:
             self._safely(lambda pilot: pilot.abandon_step())
+        self._times.begin()
         running = self._running = RunningStep(time.perf_counter())
         running.add(batch)
         stopped = None if self._pilot is None else reason_to_stop(self._stop_file)
@@ -515,6 +547,7 @@ class LiveTuner:
             # Work that is still queued on the device belongs to earlier steps.
             devices.synchronize(self._facts.device)
             running.began, running.own_s = time.perf_counter(), 0.0
+        self._times.begun()
         plan = self.plan
         self._update.scaled = plan.needs_loss_scaling
         if self._facts.adaptive:
@@ -559,6 +592,16 @@ class LiveTuner:
                 sign,
             )
 
+    def _pieces(self, batch: Any, k: int, cutting: Cutting, running: RunningStep) -> list[tuple[Any, float]]:
+        """Return the micro-batches of a batch with their weights, and note how many items it has."""
+        if self._facts.adaptive:
+            found = Pieces(self._whole(batch, cutting.count, running), None)
+        else:
+            found = cut(batch, k, cutting, self._whole_tensors)
+        if found.items is not None:
+            running.num_items = (running.num_items or 0) + found.items
+        return found.weighed
+
     def _whole(self, batch: Any, count: Count | None, running: RunningStep) -> list[tuple[Any, float]]:
         """Return a batch as one micro-batch, weighted by its items relative to a step of batches like the first."""
         running.items.append(counted(batch, count))
@@ -575,8 +618,14 @@ class LiveTuner:
         return batch_factor(self._facts.lr_rule, running.growth, 1.0) if self._facts.adaptive else 1.0
 
     def _tell_phase(self, name: Any) -> None:
+        self._tell_time(name)
         if self._pilot is not None and name in self._pilot.heard:
             self._safely(lambda pilot: pilot.tell_phase(name))
+
+    def _tell_time(self, name: Phase) -> None:
+        """Note where the time of the step goes; trial passes are the tuner's own."""
+        if self._beside is None:
+            self._times.phase(name)
 
     def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Delay the gradients' reduction over ranks until the last micro-batch."""

@@ -45,6 +45,7 @@ class CollectiveClock:
         self.seconds = 0.0
         self.calls = 0
         self._depth = 0
+        self._began = 0.0
 
     @contextmanager
     def running(self) -> Iterator[CollectiveClock]:
@@ -52,19 +53,35 @@ class CollectiveClock:
         with _wrapped(self._timed):
             yield self
 
+    def entered(self) -> None:
+        """Note that a collective, or the wait for one, begins."""
+        self._began = time.perf_counter()
+
+    def left(self) -> None:
+        """Note that it has ended."""
+        self.seconds += time.perf_counter() - self._began
+
+    def begin(self) -> None:
+        """Begin a collective, or the wait for one; those within another one do not count."""
+        if not self._depth:
+            self.entered()
+        self._depth += 1
+
+    def end(self) -> None:
+        """End what :meth:`begin` began."""
+        self._depth -= 1
+        if not self._depth:
+            self.left()
+
     def _timed(self, call: Call) -> Call:
         @functools.wraps(call)
         def timed(*arguments: Any, **named: Any) -> Any:
-            # A collective that calls another one counts once.
-            self._depth += 1
-            began = time.perf_counter()
+            self.begin()
             try:
                 work = call(*arguments, **named)
             finally:
-                self._depth -= 1
-                if not self._depth:
-                    self.seconds += time.perf_counter() - began
-                    self.calls += 1
+                self.end()
+                self.calls += not self._depth
             return work if work is None or self._depth else _Awaited(work, self)
 
         return timed
@@ -79,11 +96,16 @@ class _Awaited:
 
     def wait(self, *arguments: Any, **named: Any) -> Any:
         """Wait for the collective."""
-        began = time.perf_counter()
+        self._clock.begin()
         try:
             return self._work.wait(*arguments, **named)
         finally:
-            self._clock.seconds += time.perf_counter() - began
+            self._clock.end()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # Torch waits only for what is an instance of its own class.
+        return type(self._work)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

@@ -347,6 +347,11 @@ def stamp_for(device: AnyDevice) -> Callable[[], Any]:
     return stamp
 
 
+def border_for(device: AnyDevice) -> Callable[[], Any]:
+    """Return a function that records the time on a device without waiting for it: an event, or the host's clock."""
+    return time.perf_counter if _function(device, "Event") is None else stamp_for(device)
+
+
 def _settled_clock(device: torch.device) -> float:
     synchronize(device)
     return time.perf_counter()

@@ -90,13 +90,13 @@ class WholeTensors:
         except any_error():  # the loop may know what to do with a batch that nothing here can walk over
             return
         leaves = enumerate(tensors(batch))
-        self._of(batch).update(n for n, leaf in leaves if leaf.dim() == 0 or leaf.shape[0] != samples)
+        self.of(batch).update(n for n, leaf in leaves if leaf.dim() == 0 or leaf.shape[0] != samples)
 
     def split(self, batch: Any, pieces: int) -> list[Any]:
         """Cut a batch as :func:`split` does, except for recorded tensors."""
-        return split(batch, pieces, self._of(batch))
+        return split(batch, pieces, self.of(batch))
 
-    def _of(self, batch: Any) -> set[int]:
+    def of(self, batch: Any) -> set[int]:
         """Return the recorded indices, which batches share whose tensors have the same dtypes and dimensions."""
         return self._found.setdefault(tuple((leaf.dtype, leaf.dim()) for leaf in tensors(batch)), set())
 

@@ -14,6 +14,7 @@ from autotune.cost_model.profile import Profile
 from autotune.engines.job_checks import ask, build_model
 from autotune.job import Job
 from autotune.mechanics.devices import device_kind
+from autotune.mechanics.flops import matmul_peak, step_flops
 from autotune.mechanics.precision import DTYPES
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.stepping import num_samples
@@ -34,7 +35,6 @@ from autotune.paper.table_comparisons import (
     tf32_arms,
 )
 from autotune.plan import Precision
-from autotune.profiling.flops import matmul_peak, step_flops
 from autotune.records.protocol import Arm
 from autotune.records.run_documents import Rates
 

@@ -26,7 +26,8 @@ from autotune.cost_model.profile import Profile
 from autotune.engines.job_checks import accumulation_choices, ask, build_model, build_optimizer
 from autotune.errors import InputError, JobError
 from autotune.job import Job
-from autotune.mechanics import controls, devices, stepping
+from autotune.mechanics import controls, devices
+from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.memory_meter import resident_tensors
 from autotune.mechanics.precision import DTYPES
 from autotune.mechanics.randomness import isolated, seed_all
@@ -212,7 +213,7 @@ class _FakeRun:
     def _step(self, plan: Plan, begin: Callable[[Phase], None]) -> None:
         """Run a step with at most two of its micro-batches."""
         k = plan.accumulation_steps
-        pieces = [self._batch] * k if self._job.batching == "adaptive" else stepping.split(self._batch, k)
+        pieces = [self._batch] * k if self._job.batching == "adaptive" else Cutting.of(self._job).pieces(self._batch, k)
         pieces = pieces[:2]
         # Which jobs allow at k = 1 alone.
         releases = knobs.releases(self._job.launch.knobs)

@@ -18,6 +18,7 @@ from autotune.engines.job_checks import ask, build_model, build_optimizer
 from autotune.errors import JobError
 from autotune.job import Job
 from autotune.mechanics import devices
+from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.storages import offered
@@ -38,7 +39,7 @@ def fixed_shape(job: Job, seed: int = 0) -> Job:
     Raises:
         JobError: if it has no batches, or they cannot be drawn.
     """
-    batch = _largest(_first_batches(job, seed))
+    batch = _largest(job, _first_batches(job, seed))
     return replace(job, batches=lambda _seed: (map_tensors(torch.clone, batch) for _ in itertools.count()))
 
 
@@ -53,7 +54,7 @@ def other_batch(job: Job, seed: int = 0) -> Any:
         JobError: if it has no batches, or they cannot be drawn.
     """
     found = _first_batches(job, seed)
-    largest = _largest(found)
+    largest = _largest(job, found)
     return next((batch for batch in reversed(found) if batch is not largest), None)
 
 
@@ -71,8 +72,14 @@ def length_spread(job: Job, seed: int = 0) -> float:
     return statistics.pstdev(math.log(max(size, 1)) for size in sizes)
 
 
-def _largest(batches: list[Any]) -> Any:
-    return max(batches, key=lambda item: tensor_bytes(tensors(item)))
+def _largest(job: Job, batches: list[Any]) -> Any:
+    """Return the batch with the most bytes; of several that are cut by cost, the most costly one."""
+    cutting = Cutting.of(job)
+
+    def size(batch: Any) -> tuple[int, float]:
+        return tensor_bytes(tensors(batch)), sum(cutting.costs(batch)) if cutting.by_cost else 0.0
+
+    return max(batches, key=size)
 
 
 def _first_batches(job: Job, seed: int) -> list[Any]:
@@ -106,6 +113,7 @@ def profile_key(job: Job, device_name: str) -> str:
         "code": code_digest([job.loss, job.batches, job.count, job.optimizer, model]),
         "optimizer": type(optimizer).__qualname__,
         "batching": [job.batching, job.batch_size, list(job.accumulation_choices)],
+        **({} if job.split == "samples" else {"split": [job.split, code_digest([job.sample_cost, job.trim])]}),
         "units": None if job.units is None else list(job.units),
         "storages": list(offered(job.storages, devices.lacks_copies_beside(devices.device_kind()))),
         "clips": job.clip_norm is not None,

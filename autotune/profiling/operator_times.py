@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import EngineError
 from autotune.mechanics import devices
+from autotune.mechanics.flops import matmul_peak
 from autotune.mechanics.precision import DTYPES
 from autotune.plan import Precision
 from autotune.profiling.fake_trace import work_of
-from autotune.profiling.flops import matmul_peak
 
 COMPUTE, MEMORY = "compute-bound", "memory-bound"
 UPDATE, OTHER = "optimizer update", "pointwise and reductions"

@@ -20,6 +20,7 @@ from autotune.io.files import parse_line
 from autotune.live.decision_log import LOG_NAME
 from autotune.live.log_tail import LogTail
 from autotune.records.tracking import Tracker
+from autotune.step_parts import StepParts
 
 # Seconds between two reads of the log, and the largest number of (latest) decisions sent after one read.
 POLL_S = 2.0
@@ -73,11 +74,19 @@ def metrics_of(decision: Mapping[str, Any], counts: Counts) -> dict[str, float |
         "noise_scale": measured.get("noise_scale"),
         "loss": measured.get("loss"),
         "overhead_frac": decision.get("overhead_frac"),
+        **_parts_of(measured),
         "switches": counts.switches,
         "placed": decision.get("placed"),
         "refused": counts.refused,
         "trips": counts.trips,
     }
+
+
+def _parts_of(measured: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return where the time of a window's steps went, if its log knows and says it well."""
+    with contextlib.suppress(InputError):
+        return StepParts.from_json(measured["parts"]).metrics() if measured.get("parts") else {}
+    return {}
 
 
 @dataclass(slots=True)
@@ -119,6 +128,8 @@ class Sender:
             self.tracker.metrics({"profiled_at": step}, step=step)
             if event.get("locks"):
                 self.tracker.tags({"locked_units": ", ".join(event["locks"])})
+        elif kind == "advice":
+            self.tracker.tags({"advice": event.get("advice", "")})
         elif kind == "detached":
             self.over = True
             self.tracker.tags({"detached_because": event["reason"]})

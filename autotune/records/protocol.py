@@ -143,6 +143,8 @@ class RunRecord:
     ran_s: tuple[float, float] = (0.0, 0.0)
     # Share of the processor time of training in which threads waited for a processor; None if unknown.
     waited_frac: float | None = None
+    # Where the time of the timed steps goes, mean of the windows; None if unknown.
+    parts: dict[str, Any] | None = None
     failure: str | None = None
     # What the failure was, in words, such as the exception.
     failure_detail: str | None = None

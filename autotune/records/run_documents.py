@@ -29,6 +29,7 @@ from autotune.io.documents import (
     validated,
 )
 from autotune.records.requests import CompareOptions, CompareRequest, Name, Names, Seeds, Text, TuneRequest
+from autotune.step_parts import StepParts
 
 # POSIX seconds of the years 1 to 9999, the range of dates.
 _Time = Annotated[float, Interval(ge=-62_135_596_800, le=253_402_300_799)]
@@ -280,6 +281,7 @@ class Run:
     out_of_memory: Count = 0
     alone: dict[str, Count]
     waited_frac: _Share | None = None
+    parts: StepParts | None = None
     grams: NotNegative | None = None
     plans: list[PlanFrom] | None = None
     windows: list[Window] | None = None
@@ -544,6 +546,8 @@ class _Measured:
     baseline_peak_bytes: Annotated[int, Interval(ge=1, le=2**60)]
     memory_budget_bytes: Bytes | None
     waited_frac: _Share | None = None
+    parts: StepParts | None = None
+    baseline_parts: StepParts | None = None
 
 
 @document

@@ -74,6 +74,7 @@ def track(tracker: Tracker, method: str, trial: Trial) -> None:
             "seconds_per_step": window.seconds_per_step,
             "peak_bytes": window.peak_bytes,
             "loss": window.loss,
+            **({} if window.parts is None else window.parts.metrics()),
             "gradient_norm": None if gradient is None else gradient.norm,
             "noise_scale": None if gradient is None else gradient.noise_scale,
         },

@@ -12,6 +12,7 @@ from autotune.report.plot import Layer, Mark, Plot, Point, Shape, run_plot
 from autotune.report.rendering import Table, render
 from autotune.report.strips import Course, course_strip
 from autotune.report.svg import Figure, figure_of
+from autotune.report.time_section import time_table
 from autotune.report.wording import count, facts, milliseconds, progress, size
 
 # Share of the run's time above which the tuner counts as expensive.
@@ -43,6 +44,7 @@ def page_of(run: AttachedRun) -> str:
         good=not late and (run.overhead_frac or 0.0) <= _EXPENSIVE,
         cards=_cards(run),
         figures=_figures(run),
+        times=None if run.parts is None else time_table([("the last window", run.parts)]),
         course=_course(run),
         locked=[(name, reason) for name, reason in run.locks.items() if name not in run.units],
         units=_units(run),

@@ -16,6 +16,7 @@ from autotune.plan import Plan
 from autotune.records.log_following import refused_by
 from autotune.report.standing import require_attached
 from autotune.report.wording import count
+from autotune.step_parts import StepParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,8 @@ class AttachedRun:
         windows: predicted against measured, per window.
         summary: the ``detached`` event with the tuner's final numbers; empty if the log breaks off.
         overhead_frac: share of the run's time that the tuner took; ``None`` if it is not known.
+        parts: where the time of the last window's steps went; ``None`` if it is not known.
+        advice: the advice that was given; ``None`` if none was.
     """
 
     folder: Path
@@ -97,6 +100,8 @@ class AttachedRun:
     windows: tuple[Mapping[str, Any], ...]
     summary: Mapping[str, Any]
     overhead_frac: float | None
+    parts: StepParts | None
+    advice: str | None
 
     @property
     def plan(self) -> Plan | None:
@@ -152,7 +157,7 @@ def _run_of(folder: Path, events: list[dict[str, Any]]) -> AttachedRun:
     later = (*profiles[-1:], summary)
     locks = {**first["locks"], **{name: said for event in later for name, said in (event.get("locks") or {}).items()}}
     shares = [event["overhead_frac"] for event in events if event.get("overhead_frac") is not None]
-    known = ("decision", "profiled", "switched", "tripped", "attached", "detached")
+    known = ("decision", "profiled", "switched", "tripped", "advice", "attached", "detached")
     recomputable = first.get("recomputable")
     return AttachedRun(
         folder=folder,
@@ -177,7 +182,14 @@ def _run_of(folder: Path, events: list[dict[str, Any]]) -> AttachedRun:
         windows=tuple(windows),
         summary=summary,
         overhead_frac=shares[-1] if shares else None,
+        parts=_last_parts(events),
+        advice=next((event["advice"] for event in events if event["event"] == "advice"), None),
     )
+
+
+def _last_parts(events: Sequence[Mapping[str, Any]]) -> StepParts | None:
+    known = [found for event in events if (found := (event.get("measured") or {}).get("parts")) is not None]
+    return StepParts.from_json(known[-1]) if known else None
 
 
 def _following(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -237,7 +249,8 @@ def _decision(event: Mapping[str, Any], *, switched: bool) -> Decision:
 
 def verdict(run: AttachedRun) -> str:
     """Summarise the run in a few sentences, using only what its log shows."""
-    return " ".join([_length(run), *_pressure(run), *_baseline(run), *_time(run), *_overhead(run)])
+    told = [] if run.advice is None else [f"{run.advice[:1].upper()}{run.advice[1:]}."]
+    return " ".join([_length(run), *_pressure(run), *_baseline(run), *_time(run), *_overhead(run), *told])
 
 
 def _length(run: AttachedRun) -> str:
@@ -308,6 +321,8 @@ def to_json(run: AttachedRun) -> dict[str, Any]:
         "pressure_max": max(pressures, default=None),
         "time_ratio_median": statistics.median(ratios) if ratios else None,
         "overhead_frac": run.overhead_frac,
+        "parts": None if run.parts is None else run.parts.to_json(),
+        "advice": run.advice,
         "plan": None if run.plan is None else run.plan.to_json(),
         "locks": dict(run.locks),
     }

@@ -28,6 +28,7 @@ from autotune.report.terminal_tables import (
     sample_time,
     verdict_line,
 )
+from autotune.report.time_section import arm_parts, time_table
 from autotune.report.wording import beside_one, count, size
 
 Arm = Mapping[str, Any]
@@ -62,6 +63,7 @@ def comparison_page(run: CampaignRun, front: Front | None, intensity: Intensity 
         plan=view,
         arms=_arms_table(document),
         arm_notes=[*_bootstrap(document), *alone_lines(document)],
+        times=time_table(arm_parts(document)),
         pictures=pictures,
         courses=[course_view(run, arm) for arm in live],
         prediction=prediction_of(run, plans),

@@ -19,6 +19,7 @@ from autotune.records.run_documents import TuneConfig
 from autotune.report.campaign_run import CampaignRun, launched
 from autotune.report.costs import arm_costs
 from autotune.report.terminal_tables import judged_arms
+from autotune.step_parts import StepParts, metrics_of
 
 Row = Mapping[str, Any]
 # Characters that start a formula in a spreadsheet.
@@ -112,7 +113,9 @@ def _records(run: CampaignRun) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _runs(run: CampaignRun) -> Iterator[Row]:
     for arm, record in _records(run):
-        yield {"arm": arm, **{key: value for key, value in record.items() if not isinstance(value, list | dict)}}
+        parts = record.get("parts")
+        own = {key: value for key, value in record.items() if not isinstance(value, list | dict) and key != "parts"}
+        yield {"arm": arm, **own, **metrics_of(StepParts.from_json(parts) if parts else None)}
 
 
 def _curves(run: CampaignRun) -> Iterator[Row]:

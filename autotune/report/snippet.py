@@ -29,7 +29,7 @@ import torch
 
 from autotune import Plan, load_job
 {imported}from autotune.mechanics import controls, devices, stepping
-from autotune.mechanics.trees import map_tensors
+{cutting}from autotune.mechanics.trees import map_tensors
 
 PLAN = Plan.from_json(
 {document}
@@ -84,6 +84,7 @@ def to_python(plan: Plan, job: Job, reference: str) -> Export:
     script = _SCRIPT.format(
         reference=reference,
         imported="" if job.scheduler is None else "from autotune.engines.learning_rates import LearningRates\n",
+        cutting="from autotune.mechanics.cutting import Cutting\n" if _cuts_by_cost(job) else "",
         document=textwrap.indent(pprint.pformat(document, width=110, sort_dicts=False), " " * 4),
         prepared=_block(1, _prepared(plan, job)),
         taken=_block(2, _taken(plan, job)),
@@ -110,9 +111,14 @@ def _prepared(plan: Plan, job: Job) -> list[str]:
     return lines
 
 
+def _cuts_by_cost(job: Job) -> bool:
+    return job.batching == "fixed" and job.split != "samples"
+
+
 def _taken(plan: Plan, job: Job) -> list[str]:
     """Return the lines that take a step's micro-batches and set its learning rate."""
-    fixed = "pieces = stepping.split(next(batches), PLAN.accumulation_steps)"
+    cut = "Cutting.of(job).pieces" if _cuts_by_cost(job) else "stepping.split"
+    fixed = f"pieces = {cut}(next(batches), PLAN.accumulation_steps)"
     adaptive = "pieces = list(itertools.islice(batches, PLAN.accumulation_steps))"
     lines = [
         adaptive if job.batching == "adaptive" else fixed,

@@ -20,6 +20,7 @@ from autotune.live.log_tail import LogTail
 from autotune.plan import Plan
 from autotune.records.run_directory import RunDirectory
 from autotune.records.run_documents import AttachConfig
+from autotune.step_parts import StepParts
 
 # Start of a decision's line. Decisions are skipped without parsing if more than _RECENT_BYTES follow them.
 _DECISION = b'{"event": "decision"'
@@ -52,6 +53,8 @@ class Snapshot:
         measured_s: measured seconds per step of that window, scaled to the same batch size.
         noise_scale: simple noise scale in samples; ``None`` while unknown.
         overhead_frac: share of the run's time that the tuner took; ``None`` before the first decision.
+        parts: where the time of the last window's steps went; ``None`` before the first that is known.
+        advice: the advice that was given; ``None`` if none was.
         ended: why the run was detached; ``None`` while it is attached, as far as the log shows.
     """
 
@@ -75,6 +78,8 @@ class Snapshot:
     measured_s: float | None = None
     noise_scale: float | None = None
     overhead_frac: float | None = None
+    parts: StepParts | None = None
+    advice: str | None = None
     ended: str | None = None
 
     @classmethod
@@ -104,6 +109,8 @@ class Snapshot:
             case "tripped":
                 trip = event["step"], event["reason"]
                 changes |= {"acting": False, "trips": self.trips + 1, "last_trip": trip}
+            case "advice":
+                changes["advice"] = event["advice"]
             case "detached":
                 changes |= self._detached(event)
         return replace(self, **changes)
@@ -132,6 +139,7 @@ class Snapshot:
         listed = {"units": list(self.units), "recomputable": [name for name in self.units if name in self.recomputable]}
         trip = None if self.last_trip is None else {"step": self.last_trip[0], "reason": self.last_trip[1]}
         told = {"state": self.state, "pressure": self.pressure}
+        own["parts"] = None if self.parts is None else self.parts.to_json()
         return {**own, **listed, "plan": self.plan.to_json(), "last_trip": trip, **told}
 
     def _decided(self, event: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,6 +155,7 @@ class Snapshot:
             "predicted_s": self.predicted_s if ran is None else ran["predicted"],
             "measured_s": self.measured_s if ran is None else ran["seconds"],
             "noise_scale": self.noise_scale if noise_scale is None else noise_scale,
+            "parts": StepParts.from_json(measured["parts"]) if measured.get("parts") else self.parts,
             "memory_budget_bytes": event.get("memory_budget_bytes"),
             "placed": event.get("placed", 0),
             "over_budget_steps": event.get("over_budget_steps", 0),

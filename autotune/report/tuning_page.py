@@ -21,6 +21,7 @@ from autotune.report.plot import Plot
 from autotune.report.rendering import Table, render
 from autotune.report.svg import figure_of
 from autotune.report.terminal_tables import tuned_line
+from autotune.report.time_section import time_table, tuned_parts
 from autotune.report.wording import count, milliseconds, size
 
 _ROWS = 200
@@ -59,6 +60,7 @@ def tuning_page(run: CampaignRun, front: Front | None, intensity: Intensity | No
         plan=plan_view(run, method, plan),
         knobs=knob_table(run.document["launch_choices"]) if run.document.get("launch_choices") else None,
         finalists=_finalists(named, budget),
+        times=time_table(tuned_parts(run.document)),
         pictures=pictures,
         prediction=_predictions(run, named),
         costs=_stages(run),
