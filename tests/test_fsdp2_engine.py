@@ -163,3 +163,19 @@ def test_planner_plans_for_a_mesh_and_writes_it_into_the_plan(
     measured = document["measured"]
     assert measured["peak_bytes"] <= measured["memory_budget_bytes"]
     assert document["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_arms_are_compared_on_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = str(TESTS / "tiny_job.py")
+    command = ["compare", job, "--engine", "fsdp2", "--arms", "baseline,recompute-all", "--seeds", "2", "--json"]
+    assert run([*command, "--runs-dir", str(tmp_path), "--report-to", "none"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    baseline, lean = document["arms"]
+    assert [one["reached"] for one in (*baseline["runs"], *lean["runs"])] == [True] * 4
+    assert min(one["peak_bytes"] for one in baseline["runs"]) > max(one["peak_bytes"] for one in lean["runs"])
+    assert (
+        run([*command[:2], "--engine", "fsdp2", "--arms", "baseline,baseline+fused", "--runs-dir", str(tmp_path)]) == 2
+    )
+    assert "all arms train on the same ranks" in capsys.readouterr().err
