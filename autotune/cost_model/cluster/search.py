@@ -24,9 +24,10 @@ from autotune.errors import BudgetError, InputError
 
 # Largest factor by which a step may exceed the asked global batch, where that need not be exact.
 _ROOM = 1.25
-# Tokens of a step where no global batch is asked. Source: Llama 3 405B began with steps of 4 M tokens
-# (arXiv:2407.21783, section 3.4.1).
+# Tokens of a step where no global batch is asked: in all, and at least for each device. Source: Llama 3 405B began with
+# steps of 4 M tokens, and took 16 M on 16,384 devices (arXiv:2407.21783, sections 3.3.2 and 3.4.1).
 _TOKENS = 2**22
+_TOKENS_EACH = 2**10
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _CHECKPOINTING: tuple[tuple[Checkpointing, float], ...] = (
     ("none", 1.0),
@@ -55,7 +56,8 @@ class Question:
         machine: the device and its links.
         devices: number of devices.
         sequence: tokens of one sequence.
-        global_batch: sequences of one step; 0 for about 4 M tokens, where a quarter more is allowed.
+        global_batch: sequences of one step; 0 for about 4 M tokens (more on more than 4,096 devices), where a
+            quarter more is allowed.
         budget_bytes: memory that a rank may use.
         fixed: choices that are given, by the name of the layout's field; ``dp`` stands for ``replicas`` x ``shard``.
         base: the layout whose other choices all candidates share.
@@ -73,7 +75,7 @@ class Question:
     @property
     def batch(self) -> int:
         """Return the sequences of one step to aim at."""
-        return self.global_batch or max(1, round(_TOKENS / self.sequence))
+        return self.global_batch or max(1, round(max(_TOKENS, _TOKENS_EACH * self.devices) / self.sequence))
 
     @property
     def largest_batch(self) -> float:
