@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autotune.catalog import load_job
     from autotune.commands import compare, reproduce, resume, tune
     from autotune.engines.deepspeed_engine import DeepSpeedEngine
+    from autotune.engines.fsdp2_engine import Fsdp2Engine
     from autotune.engines.isolated_engine import IsolatedEngine
     from autotune.engines.ray_cluster import ClusterOptions
     from autotune.engines.registry import RankOptions
@@ -54,6 +55,7 @@ __all__ = [
     "EngineError",
     "EngineOptions",
     "Failure",
+    "Fsdp2Engine",
     "GradientStatistics",
     "InputError",
     "IsolatedEngine",
@@ -101,6 +103,7 @@ _LAZY = {
         "autotune.catalog": ("load_job",),
         "autotune.engines.ray_cluster": ("ClusterOptions",),
         "autotune.engines.deepspeed_engine": ("DeepSpeedEngine",),
+        "autotune.engines.fsdp2_engine": ("Fsdp2Engine",),
         "autotune.engines.isolated_engine": ("IsolatedEngine",),
         "autotune.engines.registry": ("RankOptions",),
         "autotune.engines.torch_engine": ("EngineOptions", "TorchEngine"),

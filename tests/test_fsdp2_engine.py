@@ -17,7 +17,7 @@ from torch import nn
 from autotune.cli.main import run
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.engines.registry import RankOptions
-from autotune.errors import InputError
+from autotune.errors import InputError, JobError
 from autotune.mechanics.fully_sharded import self_contained
 from autotune.mesh import Mesh
 from autotune.profiling.profiler import ProfilerOptions
@@ -102,6 +102,8 @@ def test_only_units_whose_weights_nothing_else_uses_gather_their_own() -> None:
     names = ["embedding", "blocks.0", "blocks.1", "head"]
     with torch.no_grad():
         assert self_contained(plain, names, lambda: plain(torch.tensor([[1, 2]]))) == names
+    with torch.no_grad(), pytest.raises(JobError, match="loss calls parts of the model, but not the model"):
+        self_contained(plain, names, lambda: plain.head(plain.embedding(torch.tensor([[1, 2]]))))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in plain.modules())
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
+from autotune.errors import JobError
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.memory_meter import resident_tensors
 from autotune.mechanics.rank_probe import RankProbe, RankUpdate
@@ -176,6 +177,9 @@ def self_contained(model: nn.Module, names: Sequence[str], run: Callable[[], obj
         model: the model, before it is spread.
         names: names of modules that do not overlap.
         run: function that runs the model once.
+
+    Raises:
+        JobError: if the model itself is not called, only parts of it.
     """
     owners: dict[int, set[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -185,13 +189,21 @@ def self_contained(model: nn.Module, names: Sequence[str], run: Callable[[], obj
     shared = {one for found in owners.values() if len(found) > 1 for one in found}
     own = {key: next(iter(found)) for key, found in owners.items() if len(found) == 1}
     used = _UsedElsewhere(own)
+    called: list[object] = []
     handles = [hook for name in names for hook in used.watch(model.get_submodule(name), name)]
+    handles.append(model.register_forward_pre_hook(lambda module, _: called.append(module)))
     try:
         with used:
             run()
     finally:
         for handle in handles:
             handle.remove()
+    if not called:
+        raise JobError(
+            "loss calls parts of the model, but not the model",
+            where="engine fsdp2",
+            allowed="a loss that calls the model, which gathers the weights that belong to no unit",
+        )
     return [name for name in names if name in used.called and name not in shared | used.found | used.written()]
 
 
