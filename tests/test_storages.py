@@ -20,6 +20,14 @@ PAGE = (ROOT / "docs" / "extending.md").read_text()
 # Files that may name a storage other than ``save``: its facts, its act, plans with some units recomputed, and an export
 # whose format has a mode that is called like one.
 NAMING = {"choices.py", "mechanics/storages.py", "plan.py", "report/launchers.py"}
+# Estimates for many devices, which speak of the modes of other programs; some are called like a storage.
+ELSEWHERE = (
+    "cost_model/cluster/",
+    "bench/bench_published.py",
+    "bench/published_",
+    "cli/plan_",
+    "report/layout_export.py",
+)
 
 
 def test_every_storage_but_save_has_an_act() -> None:
@@ -34,7 +42,7 @@ def test_no_other_file_names_a_storage() -> None:
             named = isinstance(node, ast.Attribute) and node.attr in others and ast.unparse(node.value) == "Storage"
             if named or (isinstance(node, ast.Constant) and node.value in set(STORAGES[1:])):
                 naming.add(path.relative_to(ROOT / "autotune").as_posix())
-    assert naming <= NAMING
+    assert {name for name in naming if not name.startswith(ELSEWHERE)} <= NAMING
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from autotune.mechanics.devices import profiled
 
 # Objects of a detached tuner: it still runs the loop, and has the step that an exception ended.
 HELD = {"LiveTuner", "Attached", "Limits", "Size", "BudgetFunction", "Trained", "Update", "WholeTensors", "RunningStep"}
+HELD |= {"StepTimes", "StepClock"}
 LEAKS: dict[str, str] = {}
 # Loops whose modules hold graphs where an exception ends them: what can still be run backward through holds what would
 # recompute it.

@@ -255,7 +255,7 @@ def _run_arm(
     seed: int,
     protocol: Protocol,
     on_progress: Callable[[str, int, float], None] | None,
-    open_run: OpenRun,
+    open_run: OpenRun = on_one_rank,
 ) -> RunRecord:
     options = EngineOptions(total_samples=protocol.horizon_samples, watts=protocol.watts)
 

@@ -57,7 +57,9 @@ class Settings:
         ascending = whole and sorted(set(choices)) == list(choices)
         _require(ascending, "accumulation_choices", self.accumulation_choices, "whole numbers >= 1, ascending")
         object.__setattr__(self, "accumulation_choices", choices)
-        exact = [str(storage) for storage in EXACT_STORAGES if not storage.needs_accelerator]
+        exact = [
+            str(storage) for storage in EXACT_STORAGES if not (storage.needs_accelerator or storage.keeps_gathered)
+        ]
         named = isinstance(self.storages, Sequence) and not isinstance(self.storages, str)
         good = named and all(one in exact for one in self.storages)
         _require(good, "storages", self.storages, f"some of {', '.join(exact)}")

@@ -50,10 +50,10 @@ from autotune.live.attach import attach
 from autotune.live.decision_log import read_log
 from autotune.live.replaying import replay
 from autotune.measurement import Measurement
+from autotune.mechanics import flops
 from autotune.mechanics.devices import device_name
 from autotune.paper import experiments
 from autotune.plan import Plan
-from autotune.profiling import flops
 from autotune.profiling.job_shape import profile_key
 from autotune.profiling.profile_cache import cache_path, read_profile
 from autotune.profiling.profile_index import indexed_profile, remember
