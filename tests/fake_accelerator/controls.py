@@ -196,9 +196,10 @@ def _lack(names: frozenset[str]) -> None:
 
 
 def _collect() -> None:
-    """Free device memory that only reference cycles keep alive."""
-    if stats()["allocated_bytes.all.current"]:
-        gc.collect()
+    """Free device memory that only reference cycles keep alive; some need a second collection."""
+    for _ in range(3):
+        if stats()["allocated_bytes.all.current"]:
+            gc.collect()
 
 
 def switched() -> dict[str, Any]:
