@@ -105,6 +105,7 @@ class StepTimes:
     def close(self) -> None:
         """Stop measuring."""
         self._reducer = None
+        self._steps.clear()
         self.broken = True
         self._watching.close()
 
