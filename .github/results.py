@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.budget import format_bytes
+from autotune.stats import paired_ratio
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
@@ -259,6 +260,26 @@ def peers(found: Document) -> Iterator[str]:
             for row in found["arms"]
         ),
     )
+    yield from _ladder(found)
+
+
+def _ladder(found: Document) -> Iterator[str]:
+    """Yield how much the plan with all storages wins over the one that saves and recomputes only, where they differ."""
+    rounds = {(one["seconds_per_step"], one["peak_bytes"]): one["rounds_s"] for one in found["tried"]}
+    fitting = [row for row in found["arms"] if row["fits"]]
+
+    def within(frac: float, family: str) -> list[float] | None:
+        rows = [row for row in fitting if (row["budget_frac"], row["family"]) == (frac, family)]
+        return next((rounds[row["seconds_per_step"], row["peak_bytes"]] for row in rows), None)
+
+    told = []
+    for frac in dict.fromkeys(row["budget_frac"] for row in fitting):
+        own, lean = within(frac, "ours:all"), within(frac, "ours:save-recompute")
+        if own and lean:
+            ratio = paired_ratio(own, lean)
+            told.append(f"{interval(ratio['ratio_median'], ratio['ratio_ci95'])} within {frac:.0%}")
+    yield f"Time of `ours:all` over that of `ours:save-recompute`: {', '.join(told)}."
+    yield ""
 
 
 def storages(found: Document) -> Iterator[str]:

@@ -24,7 +24,7 @@ from autotune.choices import Storage as Storage
 from autotune.errors import PlanError
 from autotune.io.documents import STRICT, validated
 from autotune.io.files import read_json, write_json
-from autotune.mesh import MESH_FORM, is_mesh
+from autotune.mesh import MESH_FORM, Mesh, is_mesh
 from autotune.optimizers import KINDS
 from autotune.units import Unit
 
@@ -90,6 +90,11 @@ class Launch:
                 raise PlanError(f"launch.{name} is {value!r:.80}", where="plan", allowed=allowed)
         if self.learning_rate is not None and self.optimizer is None:
             raise PlanError("launch.learning_rate needs an optimizer", where="plan", allowed="launch.optimizer")
+
+    @property
+    def layout(self) -> Mesh | None:
+        """Return the replicas and shards of FSDP2; ``None`` if the plan has none."""
+        return None if self.mesh is None else Mesh.parse(self.mesh, where="launch.mesh")
 
     @property
     def on_one_rank(self) -> Launch:

@@ -30,7 +30,6 @@ def main() -> None:
     engine.apply(plan)
     losses = [engine.run(1).loss for _ in range(steps)]
     engine.save(folder / f"part{part}")
-    apart, loss_apart = 0.0, 0.0
     plain = TorchEngine(job, options=options)
     told = [plain.run(1).loss for _ in range(engine.progress.steps)][-steps:]
     pairs = zip(whole(engine), plain.model.parameters(), strict=True)

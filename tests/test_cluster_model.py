@@ -19,6 +19,17 @@ from autotune.cost_model.cluster.transformer import Transformer
 from autotune.cost_model.device_table import DEVICES
 from autotune.errors import InputError
 
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+}
 LLAMA = Transformer(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128_256, gated=True, positions=131_072
 )
@@ -180,18 +191,7 @@ def test_saved_activations_are_those_of_the_published_formula() -> None:
 
 
 def test_a_configuration_of_hugging_face_gives_the_same_model() -> None:
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128_256,
-        "max_position_embeddings": 131_072,
-        "tie_word_embeddings": False,
-    }
-    assert Transformer.from_config(config) == LLAMA
+    assert Transformer.from_config(LLAMA_CONFIG) == LLAMA
     gpt2 = Transformer.from_config(
         {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
     )

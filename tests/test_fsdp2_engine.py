@@ -114,13 +114,13 @@ def test_only_units_whose_weights_nothing_else_uses_gather_their_own() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("mesh", "ranks"), [("shard=2", 2), ("dp=2", 2), ("dp=2,shard=2", 4)])
 def test_meshes_make_the_updates_of_one_process_under_random_plans(mesh: str, ranks: int, tmp_path: Path) -> None:
-    parts = "equals_torch,storage_is_exact,troubles,mixed_precision,adaptive_equals_torch"
-    found = run_ranks(tmp_path, parts, mesh, 40, ranks)
-    assert_equals_torch(found, 40)
+    equal = run_ranks(tmp_path, "equals_torch", mesh, 200, ranks)
+    assert_equals_torch(equal, 200)
+    assert max(one["equals_torch"]["apart"] for one in equal) <= 3e-7
+    found = run_ranks(tmp_path, "storage_is_exact,troubles,mixed_precision,adaptive_equals_torch", mesh, 30, ranks)
     assert_storage_is_exact(found)
     assert_troubles_are_shared(found)
     for one in found:
-        assert one["equals_torch"]["apart"] <= 3e-7
         assert one["mixed_precision"]["kinds"] == 2
         assert one["mixed_precision"]["loss_apart"] < 0.02
         assert one["adaptive_equals_torch"]["apart"] <= 1e-6

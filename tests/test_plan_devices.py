@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny_job
 import torch
+from test_cluster_model import LLAMA_CONFIG
 
 from autotune.cli.main import run
 from autotune.profiling.transformer_shape import transformer_of
@@ -16,16 +17,6 @@ from autotune.profiling.transformer_shape import transformer_of
 JOB = f"{Path(__file__).parent / 'tiny_job.py'}:job"
 SIZES = ["--layers", "16", "--hidden", "2048", "--heads", "16", "--vocab", "50304", "--seq", "2048"]
 ON = ["--device", "h100", "--devices", "16"]
-CONFIG = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128_256,
-    "max_position_embeddings": 131_072,
-}
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -72,7 +63,7 @@ def test_the_printed_table_says_that_it_is_estimated(capsys: pytest.CaptureFixtu
 
 def test_a_configuration_file_needs_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
+    path.write_text(json.dumps(LLAMA_CONFIG))
     document = planned(capsys, "--config", str(path), *ON)
     assert document["model"]["parameters"] == pytest.approx(8.03e9, rel=1e-3)
     assert document["sequence"] == 8192

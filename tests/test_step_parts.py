@@ -21,9 +21,11 @@ from small_jobs import convolution_job, gpt_job, next_token_loss, token_batches
 from torch import nn
 
 from autotune import EngineOptions, InputError, Job, Measurement, TorchEngine
+from autotune.engines import torch_engine
 from autotune.engines.tuning_windows import merge_windows
 from autotune.mechanics import flops
 from autotune.mechanics.flops import measure_peaks, model_flops, peak_of, step_flops
+from autotune.mechanics.step_clock import completed
 from autotune.plan import Precision
 from autotune.step_parts import PARTS, StepParts, advice, mean_parts, parts_of_ranks
 
@@ -152,6 +154,22 @@ def test_time_counts_in_the_part_where_it_is_spent_and_parts_sum_to_the_step(par
     line = advice(window.parts)
     assert line is not None and "waits for data" in line if part == "data" else line is None
     engine.close()
+
+
+def test_clock_sees_the_whole_step_before_anything_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def noted(parts: dict[str, float], step_s: float) -> dict[str, float]:
+        seen.append(math.fsum(parts.values()) / step_s)
+        return completed(parts, step_s)
+
+    monkeypatch.setattr(torch_engine, "completed", noted)
+    engine = TorchEngine(slow("compute"), options=EngineOptions(meter_memory=False))
+    engine.run(6)
+    engine.close()
+    # What is added to make the parts sum to the step is next to nothing where no device has a clock of its own.
+    assert len(seen) == 6
+    assert statistics.median(seen) == pytest.approx(1.0, rel=0.02)
 
 
 def test_rates_are_those_of_the_timed_steps() -> None:

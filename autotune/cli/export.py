@@ -31,7 +31,6 @@ def command(
     from autotune.catalog import load_job
     from autotune.errors import InputError
     from autotune.io.files import write_atomic, write_json
-    from autotune.mesh import Mesh
     from autotune.plan import Plan
     from autotune.report.plan_export import export
 
@@ -39,7 +38,7 @@ def command(
     require_readable(path, where=plan)
     found = Plan.load(path)
     if ranks is None:
-        ranks = 1 if found.launch.mesh is None else Mesh.parse(found.launch.mesh).ranks
+        ranks = 1 if found.launch.layout is None else found.launch.layout.ranks
     made = export(found, load_job(job), to, ranks=ranks, reference=job)
     if not out.is_dir():
         raise InputError("is not a folder", where=f"--out {out}", allowed="an existing folder")

@@ -65,8 +65,8 @@ def command(
     if rank_options is not None and "all" in (zero_stage, mesh):
         option = "--mesh" if mesh == "all" else "--zero-stage"
         raise InputError(f"{option} is all: only one layout of the ranks is profiled at a time", where=option)
-    if rank_options is not None and (validate or convergence):
-        raise InputError(f"--engine {engine} cannot be combined with --validate or --convergence")
+    if rank_options is not None and convergence:
+        raise InputError(f"--engine {engine} cannot be combined with --convergence")
     known = None if fresh or validate or convergence or rank_options else indexed_profile(job, runs_dir, lean=lean)
     if known is not None:
         _show(known[0], known[1], {}, cached=True, as_json=as_json)
@@ -82,6 +82,7 @@ def command(
     found = load_job(job)
     options = ProfilerOptions.lean(seed) if lean else ProfilerOptions(seconds=seconds, seed=seed)
     more: dict[str, Any] = {}
+    ranked = None if rank_options is None else profile_cache.Ranked(job, rank_options)
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"profile {found.name}", 1)
         profile, path, cached = profile_cache.cached_profile(
@@ -90,14 +91,14 @@ def command(
             options=options,
             fresh=fresh,
             on_progress=bars.advance,
-            ranked=None if rank_options is None else profile_cache.Ranked(job, rank_options),
+            ranked=ranked,
         )
         if rank_options is None:
             remember(job, path, runs_dir)
         if validate:
             bars.stage(f"measure {validate} random plans", 2 * validate)
             more["validation"] = profile_cache.validate(
-                found, profile, validate, seed=seed + 1, on_plan=bars.advance
+                found, profile, validate, seed=seed + 1, on_plan=bars.advance, ranked=ranked
             ).to_json()
         if convergence:
             bars.stage("train a few short runs", 1)

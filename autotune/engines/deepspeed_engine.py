@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from autotune import knobs
 from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.deepspeed_library import connect, imported
 from autotune.engines.rank_engine import RankEngine
 from autotune.engines.torch_engine import EngineOptions
-from autotune.errors import InputError
 from autotune.job import Job
 from autotune.mechanics import stepping
 from autotune.mechanics.sharded import ShardedUpdate
@@ -47,6 +45,7 @@ class DeepSpeedEngine(RankEngine):
     title = "DeepSpeed"
     unscaled_because = "DeepSpeed scales losses itself, which the tuner cannot control"
     not_asked_because = "DeepSpeed has linear layers of its own"
+    unreleased_because = "DeepSpeed keeps the gradients until its own update"
 
     def __init__(
         self,
@@ -58,9 +57,6 @@ class DeepSpeedEngine(RankEngine):
         options: EngineOptions | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        if knobs.releases(job.launch.knobs):
-            problem = f"+{knobs.RELEASE} is not possible: DeepSpeed keeps the gradients until its own update"
-            raise InputError(problem, where=f"job {job.name!r}", allowed="--engine torch")
         self.zero_stage = zero_stage
         # Stage 3 learns the order of the modules in its first step and prefetches from the second on.
         self.settling_steps = 1 if zero_stage == 3 else 0

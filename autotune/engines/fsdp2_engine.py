@@ -13,7 +13,6 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from autotune import knobs
 from autotune.choices import STORAGES
 from autotune.engines.rank_engine import RankEngine
 from autotune.engines.rendezvous import join_ranks
@@ -22,6 +21,7 @@ from autotune.errors import EngineError, InputError, one_line
 from autotune.job import Job
 from autotune.mechanics import randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, undo_writes
+from autotune.mechanics.collectives import of_first_rank
 from autotune.mechanics.fully_sharded import (
     FullyShardedProbe,
     FullyShardedUpdate,
@@ -60,6 +60,7 @@ class Fsdp2Engine(RankEngine):
     title = "FSDP2"
     unscaled_because = "ranks would have to agree on which gradients overflowed"
     not_asked_because = "no rank has the whole gradient, whose error must be measured"
+    unreleased_because = "gradients are reduced before the update"
 
     def __init__(
         self,
@@ -70,9 +71,6 @@ class Fsdp2Engine(RankEngine):
         device: str | None = None,
         options: EngineOptions | None = None,
     ) -> None:
-        if knobs.releases(job.launch.knobs):
-            problem = f"+{knobs.RELEASE} is not possible: gradients are reduced before the update"
-            raise InputError(problem, where=f"job {job.name!r}", allowed="--engine torch")
         self._asked = None if mesh is None else Mesh.parse(mesh)
         self._seed = seed
         super().__init__(job, seed=seed, device=device, options=options)
@@ -180,4 +178,4 @@ class Fsdp2Engine(RankEngine):
             undo_writes(self.model, buffers)
             for module, training in modes.items():
                 module.training = training
-        return self.told(found)
+        return of_first_rank(found)

@@ -10,17 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import distributed
 
+from autotune import knobs
 from autotune.engines.torch_engine import EngineOptions, Snapshot, TorchEngine
 from autotune.errors import EngineError, InputError, JobError
 from autotune.job import Job
 from autotune.mechanics import devices, randomness, stepping
+from autotune.mechanics.collectives import of_all_ranks, of_first_rank
 from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.energy_meter import EnergyMeter, estimate
 from autotune.mechanics.gradient_stats import GradientProbe
@@ -28,15 +31,13 @@ from autotune.mechanics.rank_probe import RankProbe, RankUpdate
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision
 
-Value = TypeVar("Value")
-
 # Distance between the seeds of the ranks' generators, for example for dropout.
 _RANK_STRIDE = 7919
 # Distance between the seeds of a run that continues after one step or after another.
 _STEP_STRIDE = 1_000_003
 
 
-class RankEngine(TorchEngine):
+class RankEngine(TorchEngine, ABC):
     """An engine that trains one job on the ranks of a process group.
 
     A step that raises on one rank leaves the others waiting. Its exception is therefore raised, to end the process;
@@ -53,11 +54,12 @@ class RankEngine(TorchEngine):
         title: the library's name, in messages.
         unscaled_because: why losses are not scaled for precisions that need it.
         not_asked_because: why precisions that only ``AUTOTUNE_PRECISIONS`` offers are left out.
+        unreleased_because: why gradients cannot be released during the backward pass.
         rank: number of this process.
         world: number of ranks.
 
     Raises:
-        InputError: if ranks were started with different arguments.
+        InputError: if ranks were started with different arguments, or the job releases gradients.
         JobError: if the job cannot be used, or a batch has fewer samples than there are ranks.
     """
 
@@ -65,10 +67,14 @@ class RankEngine(TorchEngine):
     title: str
     unscaled_because: str
     not_asked_because: str
+    unreleased_because: str
 
     def __init__(
         self, job: Job, *, seed: int = 0, device: str | None = None, options: EngineOptions | None = None
     ) -> None:
+        if knobs.releases(job.launch.knobs):
+            problem = f"+{knobs.RELEASE} is not possible: {self.unreleased_because}"
+            raise InputError(problem, where=f"job {job.name!r}", allowed="--engine torch")
         device = device or devices.device_kind(_ranks_here())
         self.connect(device)
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
@@ -96,17 +102,17 @@ class RankEngine(TorchEngine):
             randomness.seed_all(seed + self.rank * _RANK_STRIDE + steps * _STEP_STRIDE)
             self._random = randomness.capture()
 
+    @abstractmethod
     def connect(self, device: str) -> None:
         """Join the process group of the ranks, or make one of this process alone.
 
         Args:
             device: ``cpu``, or an accelerator's type.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def settings(self) -> Mapping[str, Any]:
         """Return the engine's own arguments by name, which must be the same on all ranks."""
-        raise NotImplementedError
 
     @property
     def ranked(self) -> RankUpdate:
@@ -151,13 +157,6 @@ class RankEngine(TorchEngine):
             EngineError: always.
         """
         raise EngineError(f"the gradient is spread over {self.world} ranks and cannot be returned")
-
-    def told(self, value: Value) -> Value:
-        """Return the value of rank 0."""
-        shared: list[Any] = [value]
-        distributed.broadcast_object_list(shared, src=0)
-        found: Value = shared[0]
-        return found
 
     def agreed(self, value: float) -> float:
         """Return the maximum of a value over all ranks."""
@@ -240,7 +239,7 @@ class RankEngine(TorchEngine):
         choices = space.accumulation_choices
         if space.k_splits:
             choices = tuple(k for k in choices if k * self.world <= self.job.batch_size)
-        precisions, self.locks = self.told((precisions, self.locks))
+        precisions, self.locks = of_first_rank((precisions, self.locks))
         self.fp32_borders = "borders" in self.locks
         storages = tuple(one for one in space.storages if not one.approximates)
         self.space = replace(space, precisions=precisions, accumulation_choices=choices, storages=storages)
@@ -255,8 +254,7 @@ class RankEngine(TorchEngine):
             "options": str(self.options),
             "first batch": [str(value) for value in first],
         }
-        told: list[Any] = [None] * self.world
-        distributed.all_gather_object(told, {name: _digest(value) for name, value in arguments.items()})
+        told = of_all_ranks({name: _digest(value) for name, value in arguments.items()})
         for name in arguments:
             if len({one[name] for one in told}) > 1:
                 raise InputError(
@@ -264,9 +262,7 @@ class RankEngine(TorchEngine):
                 )
 
     def _same_everywhere(self, document: Any) -> bool:
-        told: list[Any] = [None] * self.world
-        distributed.all_gather_object(told, _digest(document))
-        return len(set(told)) == 1
+        return len(set(of_all_ranks(_digest(document)))) == 1
 
 
 def _ranks_here() -> int:

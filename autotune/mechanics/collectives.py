@@ -1,4 +1,4 @@
-"""Wrap collective operations, to time them or to wait until they release their memory."""
+"""Collectives of Python objects; and collectives wrapped, to time them or to wait until they release their memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import distributed
 
@@ -31,6 +31,22 @@ _KEPT = ("all_gather_function", "reduce_scatter_function")
 # Seconds within which gloo's threads release the buffers that they sent.
 _SETTLING_S = 0.01
 Call = Callable[..., Any]
+Value = TypeVar("Value")
+
+
+def of_first_rank(value: Value) -> Value:
+    """Return the value of rank 0 on every rank."""
+    shared: list[Any] = [value]
+    distributed.broadcast_object_list(shared, src=0)
+    found: Value = shared[0]
+    return found
+
+
+def of_all_ranks(value: Value) -> list[Value]:
+    """Return the values of all ranks, in their order."""
+    shared: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(shared, value)
+    return shared
 
 
 class CollectiveClock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +17,7 @@ from autotune.mechanics.stepping import Update
 Shard = tuple[int, torch.Tensor]
 
 
-class RankUpdate(Update):
+class RankUpdate(Update, ABC):
     """Updates of which every rank makes its part.
 
     A micro-batch's weight is its weight in the global step times the number of ranks, since the ranks' gradients are

@@ -19,6 +19,8 @@ import torch
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.time_model import seconds_per_step
+from autotune.engines.engine import Engine
+from autotune.engines.isolated_engine import IsolatedEngine
 from autotune.engines.rank_processes import run_elsewhere
 from autotune.engines.registry import RankOptions
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
@@ -245,7 +247,13 @@ def read_profile(path: Path, job: Job | None = None) -> Profile:
 
 
 def validate(
-    job: Job, found: Profile, plans: int, *, seed: int = 1, on_plan: Callable[[int], None] | None = None
+    job: Job,
+    found: Profile,
+    plans: int,
+    *,
+    seed: int = 1,
+    on_plan: Callable[[int], None] | None = None,
+    ranked: Ranked | None = None,
 ) -> Validation:
     """Compare predictions with measurements of random plans, on the batch of the profile.
 
@@ -255,13 +263,22 @@ def validate(
         plans: number of plans to draw; each is measured in two interleaved visits.
         seed: random seed for plans and weights, different from the profiler's.
         on_plan: called with the number of visits that are done.
+        ranked: the ranks of the profile; ``None`` for this process.
 
     Raises:
         ProfileError: if no plan could be measured twice.
+        JobError: if batches differ in size, and ranks draw them.
     """
     space, generator = found.space, np.random.default_rng(seed)
     drawn = list(dict.fromkeys(calibration_plan(space, generator, number) for number in range(plans)))
-    engine = TorchEngine(fixed_shape(job), seed=seed, options=EngineOptions(discard_steps=1, statistics_every=None))
+    options = EngineOptions(discard_steps=1, statistics_every=None)
+    engine: Engine
+    if ranked is None:
+        engine = TorchEngine(fixed_shape(job), seed=seed, options=options)
+    elif found.length_spread > 0:
+        raise JobError("batches differ in size", where=f"job {job.name!r}", allowed="batches of one size, on ranks")
+    else:
+        engine = IsolatedEngine(ranked.reference, seed=seed, options=options, ranks=ranked.options)
     engine.run(1)
     peaks: dict[Plan, int] = {}
     medians: dict[Plan, list[float]] = {plan: [] for plan in drawn}

@@ -15,6 +15,7 @@ from autotune.errors import InputError
 from autotune.job import Job
 from autotune.measurement import Measurement
 from autotune.mechanics import controls, devices
+from autotune.mechanics.collectives import of_all_ranks, of_first_rank
 from autotune.mechanics.compiled_units import compilations
 from autotune.mechanics.devices import stamp_for
 from autotune.mechanics.memory_meter import collection_paused, tensor_bytes
@@ -199,15 +200,11 @@ class WatchedRanks(WatchedEngine):
 
     def decided(self, value: Value) -> Value:
         """Return the first rank's value."""
-        told = [value]
-        distributed.broadcast_object_list(told, src=0)
-        return told[0]
+        return of_first_rank(value)
 
     def united(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the union of all ranks' names, sorted."""
-        told: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(told, tuple(names))
-        return tuple(sorted({name for one in told for name in one}))
+        return tuple(sorted({name for one in of_all_ranks(tuple(names)) for name in one}))
 
 
 def watched_ranks(engine: type[Any]) -> type[WatchedRanks]:

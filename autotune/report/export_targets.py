@@ -14,7 +14,6 @@ from autotune.engines.job_checks import accumulation_choices, build_model
 from autotune.errors import PlanError
 from autotune.job import Job
 from autotune.mechanics import randomness
-from autotune.mesh import Mesh
 from autotune.plan import Plan, PlanSpace, Precision
 from autotune.units import units_of
 
@@ -63,11 +62,6 @@ class Launched:
     layers: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """Return the layout of the ranks of FSDP2; ``None`` if the plan has none."""
-        return None if self.plan.launch.mesh is None else Mesh.parse(self.plan.launch.mesh)
 
     @property
     def keeps_gathered(self) -> bool | None:
@@ -151,7 +145,7 @@ class ExportRequest:
                 where=_WHERE,
                 allowed=f"a batch size that {k * ranks} divides",
             )
-        mesh = None if self.plan.launch.mesh is None else Mesh.parse(self.plan.launch.mesh)
+        mesh = self.plan.launch.layout
         if mesh is not None and mesh.ranks != ranks:
             problem = f"the plan's mesh {mesh} is for {mesh.ranks} ranks, and --ranks is {ranks}"
             raise PlanError(problem, where=_WHERE, allowed=f"--ranks {mesh.ranks}")

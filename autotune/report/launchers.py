@@ -77,7 +77,7 @@ def to_accelerate(launched: Launched) -> Export:
         "mixed_precision": str(launched.autocast or "no"),
         "use_cpu": False,
     }
-    mesh, sharding = launched.mesh, []
+    mesh, sharding = launched.plan.launch.layout, []
     if mesh is not None and mesh.shard > 1:
         config["distributed_type"] = "FSDP"
         config["fsdp_config"] = {
@@ -140,7 +140,7 @@ def to_torchtitan(launched: Launched) -> Export:
     operations, or compiling under a budget of memory. Source of the names: torchtitan's ``TrainingConfig``,
     ``ParallelismConfig``, ``ActivationCheckpointConfig`` and ``CompileConfig``, 2026.
     """
-    mesh, sharding = launched.mesh, {}
+    mesh, sharding = launched.plan.launch.layout, {}
     gathered = _gathered_notes(launched)
     if mesh is not None:
         reshards = {True: "never", False: "always", None: "default"}[launched.keeps_gathered]

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autotune.cost_model.cluster.estimate import Estimate
+from autotune.cost_model.cluster.layout import Layout
 from autotune.errors import InputError
 
 _HEAD = "estimated by autotune plan, not measured"
@@ -22,11 +23,8 @@ def to_torchtitan(estimate: Estimate) -> str:
         InputError: if the layout keeps 16-bit weights, which torchtitan does not.
     """
     layout = estimate.layout
-    if layout.zero_stage != 3:
-        raise InputError(
-            f"shards states as ZeRO stage {layout.zero_stage}", where="--export torchtitan", allowed="--plan zero=3"
-        )
-    mode = {"none": "none", "selective": "selective", "full": "full"}[layout.checkpointing]
+    _require_stage(layout, 3, "torchtitan")
+    mode = layout.checkpointing
     lines = [
         f"# {_HEAD}",
         "[training]",
@@ -67,10 +65,8 @@ def to_megatron(estimate: Estimate) -> str:
         InputError: if the layout shards gradients or weights, which Megatron-LM's distributed optimizer does not.
     """
     layout, model = estimate.layout, estimate.model
-    if layout.zero_stage > 1:
-        raise InputError(
-            f"shards states as ZeRO stage {layout.zero_stage}", where="--export megatron", allowed="--plan zero=1"
-        )
+    if layout.zero_stage:
+        _require_stage(layout, 1, "megatron")
     arguments = {
         "num-layers": model.layers,
         "hidden-size": model.hidden,
@@ -139,10 +135,7 @@ def to_accelerate(estimate: Estimate) -> str:
     """
     layout, machine = estimate.layout, estimate.machine
     _refuse_meshes(estimate, "accelerate", cp=True)
-    if layout.zero_stage != 3:
-        raise InputError(
-            f"shards states as ZeRO stage {layout.zero_stage}", where="--export accelerate", allowed="--plan zero=3"
-        )
+    _require_stage(layout, 3, "accelerate")
     parallelism = {
         "parallelism_config_dp_replicate_size": layout.replicas,
         "parallelism_config_dp_shard_size": layout.shard,
@@ -171,6 +164,13 @@ def to_accelerate(estimate: Estimate) -> str:
         *(f"  {name}: {value}" for name, value in parallelism.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _require_stage(layout: Layout, stage: int, target: str) -> None:
+    """Refuse a layout whose states are sharded in a way that a target does not have."""
+    if layout.zero_stage != stage:
+        problem = f"shards states as ZeRO stage {layout.zero_stage}"
+        raise InputError(problem, where=f"--export {target}", allowed=f"--plan zero={stage}")
 
 
 def _refuse_meshes(estimate: Estimate, target: str, *, cp: bool) -> None:
