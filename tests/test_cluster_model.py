@@ -202,7 +202,7 @@ def test_a_configuration_of_hugging_face_gives_the_same_model() -> None:
     ("change", "message"),
     [
         ({"num_attention_heads": 30}, "30 heads cannot share 8|do not divide"),
-        ({"num_local_experts": 8}, "mixtures of experts"),
+        ({"num_local_experts": 8}, "num_local_experts is 8"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"num_hidden_layers": 0}, "layers is 0"),

@@ -176,7 +176,7 @@ def test_choices_are_parsed_into_fields_of_the_layout() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp", "'tp' is not a choice"),
+        ("tp", "tp has no value"),
         ("check=full", "'check=full' is not a choice"),
         ("tp=0", "tp is '0'"),
         ("tp=two", "tp is 'two'"),

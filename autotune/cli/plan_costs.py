@@ -66,7 +66,7 @@ class Costs:
             price=price,
             watts=self.watts,
             grams_per_kwh=None if intensity is None else _mean(intensity.grams_per_kwh),
-            within_s=None if self.within is None else parse_length(self.within),
+            within_s=None if self.within is None else parse_length(self.within, where="--within"),
             most=most,
             reliability=None
             if self.failures is None

@@ -215,8 +215,12 @@ def _rounded(start: Start) -> float:
     return round(start.grams_per_kwh, 9)
 
 
-def parse_length(text: str) -> float:
+def parse_length(text: str, *, where: str = "--length") -> float:
     """Return the seconds of a length such as ``6h``, ``90min`` or ``1d12h``.
+
+    Args:
+        text: the length.
+        where: the option, for errors.
 
     Raises:
         InputError: if the text is not a length, or the length is 0 or longer than ten years.
@@ -225,7 +229,7 @@ def parse_length(text: str) -> float:
     seconds = sum(float(number) * units[unit] for number, unit in _LENGTH.findall(text))
     if _LENGTH.sub("", text).strip() or not 0 < seconds <= _LONGEST_DAYS * units["d"]:
         allowed = f"a length such as 6h, 90min or 1d12h, up to {_LONGEST_DAYS}d"
-        raise InputError(f"length is {text!r}", where="--length", allowed=allowed)
+        raise InputError(f"length is {text!r}", where=where, allowed=allowed)
     return seconds
 
 

@@ -93,8 +93,10 @@ def parse_choices(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for part in filter(None, (one.strip() for one in text.split(","))):
         name, equals, value = (one.strip() for one in part.partition("="))
         known = [*SEARCHED, *SETTINGS]
-        if not equals or name not in known:
+        if name not in known:
             raise InputError(f"{part!r} is not a choice", where=_WHERE, allowed=known, given=name)
+        if not equals:
+            raise InputError(f"{name} has no value", where=_WHERE, allowed=f"{name}=VALUE")
         field = _FIELDS.get(name, name)
         if field in fixed or field in settings:
             raise InputError(f"{name} is given twice", where=_WHERE, allowed="each choice once")

@@ -41,7 +41,7 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Return the model's operations, recomputation left out, as a share of the devices' peak."""
-        done = self.model.flops_per_token(self.layout.sequence) * self.tokens_per_s
+        done = self.model.flops_per_token(self.layout.sequence, self.layout.trainable) * self.tokens_per_s
         return done / (self.machine.peak_flops * self.layout.devices)
 
     @property

@@ -131,9 +131,17 @@ def find_machine(name: str) -> Machine:
     if gigabytes == 96 and key == "h100":
         # HBM2e instead of HBM3. Source: the device's description in torchtitan's published runs.
         found = replace(found, bandwidth=2400.0 * _GB, capacity_bytes=int(95.0 * _GIB))
+    elif gigabytes is not None and not 0.25 <= gigabytes * _GB / DEVICES[key].memory_bytes <= 2:
+        raise _odd(name, f"{gigabytes:g} GB", f"a quarter to twice of {DEVICES[key].memory_bytes / _GB:g} GB")
     elif gigabytes is not None and abs(gigabytes * _GB - DEVICES[key].memory_bytes) > 0.1 * gigabytes * _GB:
         found = replace(found, capacity_bytes=int(0.99 * gigabytes * _GIB))
+    if watts is not None and not 0.2 <= watts / found.watts <= 1.5:
+        raise _odd(name, f"a limit of {watts:g} W", f"0.2 to 1.5 of {found.watts:g} W")
     return found if watts is None else replace(found, watts=watts)
+
+
+def _odd(name: str, what: str, allowed: str) -> InputError:
+    return InputError(f"device {name!r} has {what}", where="--device", allowed=allowed)
 
 
 _SIZE = re.compile(r"[ _-]?(\d{2,3})\s?gb(?![a-z0-9])", re.IGNORECASE)

@@ -191,6 +191,6 @@ def _gathers(layout: Layout, parameters: float, block: float) -> float:
         return block * (_GATHERED * _HALF + _GATHERED * layout.reduce_bytes * layout.trainable)
     # Buckets, and the fp32 gradients of the share that the rank updates.
     ranks = layout.sharding * layout.replicas
-    bucket = min(_BUCKET, parameters) * _HALF * 2 if ranks > 1 else 0.0
+    bucket = min(_BUCKET, layout.trainable * parameters) * _HALF * 2 if ranks > 1 else 0.0
     fp32 = 0.0 if layout.fp32_weights else _FULL * layout.trainable * parameters / layout.sharding
     return bucket + fp32

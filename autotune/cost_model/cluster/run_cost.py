@@ -13,7 +13,9 @@ from autotune.errors import InputError
 
 _HOUR_S = 3600.0
 _SYMBOLS = {"$": "USD", "€": "EUR", "£": "GBP", "¥": "JPY"}
-_MONEY = re.compile(r"([$€£¥])?\s*([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([$€£¥]|[A-Z]{3})?")
+_MONEY = re.compile(
+    r"([$€£¥])?\s*([0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([$€£¥]|[A-Z]{3})?"
+)
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMBT]?)", re.IGNORECASE)
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 

@@ -105,7 +105,8 @@ def predict_seconds(
     computing = [layers * one.total for one in (forward, backward, again)]
     gathered, once = _sharding(model, layout, machine, constants, (forward, backward, again))
     sent = _passed_on(model, layout, machine, constants)
-    offloaded = _offloaded(model, layout, layers, sum(computing))
+    # Copies to the host run beside all that a stage does, visible communication included.
+    offloaded = _offloaded(model, layout, layers, sum(computing) + exchanged + gathered + sent)
     added = _accumulated(model, layout, machine, constants)
     stage = sum(computing) + exchanged + gathered + sent + offloaded + added
     k = layout.micro_batches
@@ -196,12 +197,12 @@ def _passed_on(model: Transformer, layout: Layout, machine: Machine, constants: 
     return 2 * size / rate(machine, layout.pp, stride, constants)
 
 
-def _offloaded(model: Transformer, layout: Layout, layers: float, computing: float) -> float:
-    """Return the seconds by which copies of activations to the host and back exceed the computing that hides them."""
-    if not layout.offload:
+def _offloaded(model: Transformer, layout: Layout, layers: float, stage: float) -> float:
+    """Return the seconds by which copies of checkpointed activations to the host and back exceed the stage's others."""
+    if not layout.offload or layout.checkpointing != "full":
         return 0.0
     moved = 2 * 2.0 * layout.tokens * model.hidden * layers * layout.checkpointed
-    return max(0.0, moved / _HOST_RATE - computing)
+    return max(0.0, moved / _HOST_RATE - stage)
 
 
 def _accumulated(model: Transformer, layout: Layout, machine: Machine, constants: Constants) -> float:

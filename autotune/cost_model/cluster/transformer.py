@@ -98,24 +98,26 @@ class Transformer:
             where: name of the file in errors.
 
         Raises:
-            InputError: if a size is missing or not a whole number, or if the model has experts.
+            InputError: if a size is missing or not a whole number, or if the model is not a dense decoder.
         """
         text = config.get("text_config")
         found = _Config(text if isinstance(text, Mapping) else config, where)
-        found.refuse_experts()
+        kind = str(found.values.get("model_type", config.get("model_type", "")))
+        found.refuse_others(kind)
         hidden, heads = found.size(*_HIDDEN), found.size("num_attention_heads", "n_head", "n_heads")
-        gated = str(config.get("model_type", "")) not in _UNGATED
+        gated = kind not in _UNGATED
+        shared = found.flag("multi_query", default=False) and not found.flag("new_decoder_architecture", default=False)
         return cls(
             layers=found.size("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
             hidden=hidden,
             heads=heads,
-            kv_heads=found.size("num_key_value_heads", "num_kv_heads", default=heads),
+            kv_heads=found.size("num_key_value_heads", "num_kv_heads", default=1 if shared else heads),
             ffn=found.size("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden),
             vocab=found.size("vocab_size"),
             positions=found.size("max_position_embeddings", "n_positions", "max_seq_len", default=0),
             gated=gated,
-            tied=bool(config.get("tie_word_embeddings", not gated)),
-            learned_positions=str(config.get("model_type", "")) in _LEARNED,
+            tied=found.flag("tie_word_embeddings", default=_Config(config, where).tied(kind)),
+            learned_positions=kind in _LEARNED,
             head_dim=found.size("head_dim", default=0),
         )
 
@@ -150,26 +152,41 @@ class Transformer:
         """Return all parameters."""
         return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters
 
-    def flops_per_token(self, sequence: int) -> float:
+    def flops_per_token(self, sequence: int, trainable: float = 1.0) -> float:
         """Return the model's operations per token of a training step, recomputation left out.
 
         Args:
             sequence: tokens of one sequence.
+            trainable: share of the parameters that is trained; frozen ones need no gradient of their own.
 
         Returns:
-            6 operations for each parameter of a matrix product, and attention's 12 per layer, width and position.
+            6 operations for each trained parameter of a matrix product, 4 for each frozen one, and attention's 12 per
+            layer, width and position.
 
         Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311), appendix B; causal masks are not subtracted there.
         """
         products = self.layers * self.layer_parameters + self.hidden * self.vocab
-        return 6.0 * products + 12.0 * self.layers * self.attention_width * sequence
+        return (4.0 + 2.0 * trainable) * products + 12.0 * self.layers * self.attention_width * sequence
 
 
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
-# Model types of Hugging Face whose feed-forward layers have two products, and those that learn their positions.
-_UNGATED = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "mpt", "falcon", "phi"})
+_HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
+# Model types of Hugging Face whose feed-forward layers have two products, those that learn their positions, and those
+# that tie the output projection unless their configuration says otherwise. Source: transformers' configuration classes.
+_UNGATED = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "mpt", "falcon", "phi"}) | {
+    "starcoder2",
+    "nemotron",
+}
 _LEARNED = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "mpt"})
+_TIED = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "mpt", "falcon", "starcoder2", "cohere"}) | {
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+}
+# Numbers of experts, parts of state-space layers, and model types that encode.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_STATE_SPACES = ("mamba_d_state", "mamba_ngroups", "ssm_state_size", "state_size", "hybrid_override_pattern")
+_ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "deberta-v2", "modernbert"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +209,29 @@ class _Config:
             raise InputError(f"{names[0]} is missing", where=self.where, allowed=" or ".join(names))
         return default
 
-    def refuse_experts(self) -> None:
-        """Refuse mixtures of experts, whose routing no rule here knows."""
-        for name in _EXPERTS:
-            if isinstance(self.values.get(name), int) and self.values[name] > 1:
-                raise InputError(
-                    f"{name} is {self.values[name]}: mixtures of experts are not predicted",
-                    where=self.where,
-                    allowed="a dense decoder-only transformer",
-                )
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Return whether something is so."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise InputError(f"{name} is {value!r}", where=self.where, allowed="true or false")
+        return value
+
+    def tied(self, kind: str) -> bool:
+        """Return whether the output projection is tied by the outer part of a configuration, or by its kind's rule."""
+        return self.flag("tie_word_embeddings", default=kind in _TIED)
+
+    def refuse_others(self, kind: str) -> None:
+        """Refuse models that are no dense decoder: mixtures of experts, encoders, and state-space layers."""
+        nested = [self.values, *(one for one in self.values.values() if isinstance(one, Mapping))]
+        experts = [f"{name} is {one[name]}" for one in nested for name in _EXPERTS if _exceeds(one.get(name), 1)]
+        spaces = [f"{name} is {self.values[name]!r}" for name in _STATE_SPACES if self.values.get(name) is not None]
+        encodes = self.flag("is_encoder_decoder", default=False) or kind in _ENCODERS
+        found = [*experts, *spaces, *([f"model_type is {kind!r}, which encodes"] if encodes else [])]
+        if found:
+            raise InputError(found[0], where=self.where, allowed="a dense decoder-only transformer")
+
+
+def _exceeds(value: object, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > limit
