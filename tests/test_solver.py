@@ -20,6 +20,7 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import (
     SAFETY_MARGIN,
     Goal,
+    fastest_uniform,
     pareto_front,
     smallest,
     solve,
@@ -178,7 +179,9 @@ def test_planner_proposes_the_optimum_first():
     solutions = solve_each(profile, budget)
     close = [solution.plan for solution in solutions if solution.objective <= 1.1 * solutions[0].objective]
     # Plans predicted to be much slower are not measured, because they could win only by noise.
-    assert close_plans(profile, budget, Goal()) == close
+    uniform = fastest_uniform(profile, budget)
+    assert set(close_plans(profile, budget, Goal())) <= {*close, uniform.plan if uniform else close[0]}
+    assert [plan for plan in close_plans(profile, budget, Goal()) if plan in close] == close
     assert METHODS["greedy"].plans(profile, budget, Goal()) == [greedy_plan(profile, budget, Goal())]
 
 
@@ -194,6 +197,39 @@ def test_best_plan_with_the_usual_storages_is_measured_beside_one_with_further_s
         if usual.objective <= 1.1 * best.objective and usual.plan != best.plan:
             assert close[1] == usual.plan
             compared += 1
+    assert compared > 2
+
+
+@settings(max_examples=30)
+@given(seeds, st.floats(0.2, 1.0))
+def test_the_fastest_uniform_plan_is_the_best_of_all_uniform_plans_that_fit(seed: int, share: float):
+    profile = drawn(seed, 2, storages=STORAGES)
+    space, budget = profile.space, int(share * peak_bytes(profile, profile.space.baseline()))
+    every = itertools.product(space.accumulation_choices, space.precisions, space.storages)
+    plans = [space.plan(accumulation_steps=k, precision=one, storage=storage) for k, one, storage in every]
+    fitting = [plan for plan in plans if peak_bytes(profile, plan) <= budget * (1 - SAFETY_MARGIN)]
+    found = fastest_uniform(profile, budget)
+    if not fitting:
+        assert found is None
+        return
+    assert found is not None
+    assert found.plan in fitting
+    assert found.objective >= solve(profile, budget).objective * (1 - 1e-9)
+    seconds = {plan: seconds_per_step(profile, plan) for plan in fitting if plan.accumulation_steps == 1}
+    if found.plan in seconds:
+        assert seconds[found.plan] == min(seconds.values())
+
+
+def test_a_uniform_plan_that_predictions_cannot_tell_from_the_optimum_is_measured_too():
+    compared = 0
+    for seed in range(12):
+        profile = drawn(seed, 6, storages=STORAGES)
+        budget = int(0.4 * peak_bytes(profile, profile.space.baseline()))
+        best, uniform = solve(profile, budget), fastest_uniform(profile, budget)
+        if uniform is not None and uniform.plan != best.plan:
+            near = uniform.objective <= 1.1 * best.objective
+            assert (uniform.plan in close_plans(profile, budget, Goal())[:3]) == near
+            compared += near
     assert compared > 2
 
 

@@ -12,7 +12,7 @@ from autotune.choices import DEFAULT_STORAGES, Storage
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import optimal_accumulation
 from autotune.cost_model.profile import Profile
-from autotune.cost_model.solver import SAFETY_MARGIN, Goal, samples_of_progress, smallest, solve_each
+from autotune.cost_model.solver import SAFETY_MARGIN, Goal, fastest_uniform, samples_of_progress, smallest, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError
 from autotune.plan import Plan
@@ -26,7 +26,8 @@ def close_plans(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[
     """Return the exact optimum and the plans that predictions cannot distinguish from it.
 
     The optimum with ``save`` and ``recompute`` alone comes second, if it is among them: measuring it, too, makes sure
-    that further storages never slow a run down.
+    that further storages never slow a run down. The fastest uniform plan comes next, since errors of predicted times
+    flatter mixed plans.
 
     Args:
         profile: the profile of the job.
@@ -38,6 +39,8 @@ def close_plans(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[
     """
     solutions = solve_each(profile, budget_bytes, goal)
     limit = solutions[0].objective * (1 + max(_CLOSE_FRAC, profile.noise_frac))
+    uniform = fastest_uniform(profile, budget_bytes, goal)
+    solutions[1:1] = [] if uniform is None else [uniform]
     if len(profile.space.storages) > len(DEFAULT_STORAGES):
         with contextlib.suppress(BudgetError):
             solutions[1:1] = solve_each(offering(profile, DEFAULT_STORAGES), budget_bytes, goal)[:1]

@@ -6,6 +6,8 @@ solution is checked with the memory model.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 
@@ -84,6 +86,26 @@ def solve_each(profile: Profile, budget_bytes: int | None = None, goal: Goal | N
     if not found:
         require_feasible(profile, budget_bytes or 0)
     return sorted(found, key=lambda solution: solution.objective)
+
+
+def fastest_uniform(profile: Profile, budget_bytes: int | None = None, goal: Goal | None = None) -> Solution | None:
+    """Return the best fitting plan with one precision and one storage for all units; ``None`` if none fits.
+
+    A mixed plan is the best of very many, and so gains from errors of predicted times; a uniform one hardly does.
+    """
+    goal, space = goal or Goal(), profile.space
+    usable = math.inf if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
+    plans = {
+        space.plan(accumulation_steps=k, precision=precision, storage=storage)
+        for k, precision, storage in itertools.product(profile.accumulation_choices, space.precisions, space.storages)
+    }
+    found = []
+    for plan in plans:
+        # Choices that another one dominates may have no cost.
+        with contextlib.suppress(ProfileError):
+            found.append(_solution(profile, plan, goal, 0.0))
+    fitting = [solution for solution in found if solution.peak_bytes <= usable]
+    return min(fitting, key=lambda solution: (solution.objective, str(solution.plan)), default=None)
 
 
 def require_feasible(profile: Profile, budget_bytes: int) -> None:
