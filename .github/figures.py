@@ -21,7 +21,7 @@ POLICY_ROWS = {
     "costs: wrong and drifting": "costs",
     "sequence lengths, at random": "pressure",
     "sequence lengths that grow": "curriculum",
-    "dips of the memory, half of them unannounced": "events",
+    "dips of the memory of three families, half of them unannounced": "events",
     "the same, with switches that cost": "switching",
     "all of it": "all",
     "all of it, twice as strongly as in training": "all_double",
@@ -105,6 +105,17 @@ def policy() -> Iterator[str]:
         if round(won["won_percent"], 1) > 0:
             shown = f"**{shown}** ({won['won_ci95'][0]:.1f} to {won['won_ci95'][1]:.1f})"
         yield f"| {row} | {moving[name]['headroom_percent']:.1f} % | {shown}"
+
+
+def families() -> Iterator[str]:
+    """Yield what is won where memory dips without notice: by knowing, by a rule, by a belief, and by learning."""
+    for family, row in read("policy")["families"].items():
+        known = (row[name] for name in ("clairvoyant", "told_rate", "full_budget", "rule"))
+        belief, ppo, beyond = (
+            f"{row[name]:.2f} ({row['ci95'][name][0]:.2f} to {row['ci95'][name][1]:.2f})"
+            for name in ("planner_belief", "ppo", "ppo_over_belief")
+        )
+        yield f"| {family} | {' | '.join(f'{one:.2f}' for one in known)} | {belief} | {ppo} | {beyond} |"
 
 
 def dips() -> Iterator[str]:
@@ -225,6 +236,7 @@ def figures() -> list[str]:
         *demo(),
         *attached(),
         *policy(),
+        *families(),
         *dips(),
         *reproduced(),
         *many_seeds("reproduce-table1-40-seeds"),

@@ -338,6 +338,15 @@ def policy(found: Document) -> Iterator[str]:
             for name, one in found["methods"].items()
         ),
     )
+    yield "Where memory dips without notice: time won over the planner that expects no dips, in percent of the run."
+    arms = list(next(iter(found["families"].values()))["ci95"])
+    yield from table(
+        ["dips", *arms],
+        (
+            (family, *(interval(row[name], row["ci95"][name], 1) for name in arms))
+            for family, row in found["families"].items()
+        ),
+    )
     yield "Where conditions move: time won over the planner alone, in percent of the run."
     names = list(dict.fromkeys(name for row in found["dynamic"].values() for name in row["methods"]))
     yield from table(

@@ -12,6 +12,7 @@ from autotune.campaign.comparison import _run_arm, compare
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError
 from autotune.records.protocol import Arm, Dips, Protocol, RunRecord
+from autotune.simulator.dip_families import FAMILIES
 
 
 def test_dips_recur_at_a_fixed_interval_and_last_one_window() -> None:
@@ -21,7 +22,36 @@ def test_dips_recur_at_a_fixed_interval_and_last_one_window() -> None:
     assert Dips.parse("4:50%:told") == Dips(every=4, share=0.5, told=True)
 
 
-@pytest.mark.parametrize("text", ["", "3", "3:", "x:50%", "1:50%", "3:100%", "3:20GiB", "3:50%:untold", "3:50%:told:x"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "periodic"])
+def test_dips_of_a_family_are_drawn_for_each_seed_and_alike_for_all_arms(family: str) -> None:
+    dips = Dips.parse(f"{family}:6:70%")
+    assert (dips.family, dips.every, dips.share, dips.told) == (family, 6, 0.7, False)
+
+    def budgets(seed: int) -> list[int]:
+        return [dips.budget(window, 1000, seed) for window in range(1000)]
+
+    assert budgets(3) == budgets(3) != budgets(4)
+    assert set(budgets(3)) == {700, 1000}
+    assert 0.6 / 6 < budgets(3).count(700) / 1000 < 1.4 / 6
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "3",
+        "3:",
+        "x:50%",
+        "1:50%",
+        "3:100%",
+        "3:20GiB",
+        "3:50%:untold",
+        "3:50%:told:x",
+        "odd:5:70%",
+        "jittered:",
+        "jittered:1:70%",
+    ],
+)
 def test_invalid_dip_is_rejected_in_one_line(text: str) -> None:
     with pytest.raises(InputError, match="--dips") as caught:
         Dips.parse(text)
@@ -122,6 +152,6 @@ def test_comparison_describes_its_dips(peaks) -> None:
         dips=Dips(every=2, share=0.5),
     )
     document = compare(job, arms, protocol, device="here")
-    assert document["dips"] == {"every": 2, "share": 0.5, "told": False}
+    assert document["dips"] == {"every": 2, "share": 0.5, "told": False, "family": "periodic"}
     assert document["arms"][0]["runs"][0]["out_of_memory"] == 0
     assert protocol.digest != dataclasses.replace(protocol, dips=None).digest

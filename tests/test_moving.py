@@ -11,7 +11,7 @@ import pytest
 from autotune.cost_model.cost_arrays import Floats
 from autotune.simulator.clairvoyant import best_static, clairvoyant, run_planner
 from autotune.simulator.moving_conditions import Course, MovingRuns, Strengths, draw_course
-from autotune.simulator.online_planner import DIP, Belief, Levers, Planner, PlannerSettings, Rises, Seen, Situation
+from autotune.simulator.online_planner import Belief, Levers, Planner, PlannerSettings, Rises, Seen, Situation
 from autotune.simulator.random_jobs import draw_job
 
 STRONG = Strengths(
@@ -142,7 +142,7 @@ def test_rise_probability_helps_if_lengths_jump_and_costs_nothing_otherwise(pool
     )
 
 
-def test_unannounced_events_slow_a_planner_down_and_bracing_helps(pools) -> None:
+def test_unannounced_events_slow_a_planner_down_and_a_belief_about_them_helps(pools) -> None:
     strengths = replace(STRONG.only("event_every", "switch_windows"), switch_windows=0.05, event_every=3)
     runs, told = course_of(pools, replace(strengths, event_told=1.0))
     _, untold = course_of(pools, replace(strengths, event_told=0.0))
@@ -150,28 +150,55 @@ def test_unannounced_events_slow_a_planner_down_and_bracing_helps(pools) -> None
     assert (untold.told >= untold.budget).all()
     assert not np.array_equal(untold.told, untold.budget)
     np.testing.assert_array_equal(told.told, told.budget)
-    known, unknown = (led(runs, course, PlannerSettings()) for course in (told, untold))
-    braced, seen = led(runs, untold, PlannerSettings(), brace=1.0)
+    known, unknown, expected, guessed = (
+        led(runs, course, PlannerSettings(dips=dips))
+        for course, dips in ((told, "none"), (untold, "none"), (untold, "belief"), (untold, "last"))
+    )
     assert not any(window.ran_out.any() for window in known[1])
-    assert sum(window.ran_out.sum() for window in unknown[1]) > 2 * sum(window.ran_out.sum() for window in seen) > 0
-    assert known[0].mean() < braced.mean() < unknown[0].mean()
+    failures = [sum(window.ran_out.sum() for window in one[1]) for one in (unknown, expected, guessed)]
+    assert failures[0] > 2 * failures[1] > 0
+    assert failures[0] > failures[2]
+    assert known[0].mean() < expected[0].mean() < unknown[0].mean()
+    assert guessed[0].mean() < unknown[0].mean()
 
 
-def test_bracing_prepares_for_the_last_dip_and_does_nothing_before_the_first(pools) -> None:
-    runs, course = course_of(pools, replace(STRONG.only("event_every"), event_told=0.0, event_share=0.7))
+@pytest.mark.parametrize("family", ["jittered", "missing", "bursts"])
+def test_belief_wins_where_the_next_dip_cannot_be_counted(pools, family: str) -> None:
+    strengths = Strengths(event_every=5, event_families=(family,), event_share=0.6, event_told=0.0)
+    runs, course = course_of(pools, strengths)
+    belief, last, none = (total(runs, course, PlannerSettings(dips=dips)).mean() for dips in ("belief", "last", "none"))
+    assert belief < min(last, none)
+
+
+def test_belief_changes_nothing_where_no_memory_dips(pools) -> None:
+    runs, course = course_of(pools, STRONG.only("cost_error", "drift", "length", "jitter", "switch_windows"))
+    for dips in ("belief", "last"):
+        np.testing.assert_array_equal(
+            total(runs, course, PlannerSettings(rise=0.1, dips=dips)),
+            total(runs, course, PlannerSettings(rise=0.1, dips="none")),
+        )
+
+
+def test_odds_of_a_dip_change_nothing_before_the_first_and_then_lead_to_leaner_plans(pools) -> None:
+    strengths = replace(STRONG.only("event_every"), event_every=3, event_told=0.0, event_share=0.7)
+    runs, course = course_of(pools, strengths)
     runs.begin(course)
-    planner, braced = Planner(runs.lanes, PlannerSettings()), Levers.neutral(LANES)
-    braced.brace += 1.0
-    np.testing.assert_array_equal(planner.decide(runs.situation(), braced), planner.decide(runs.situation()))
-    for _ in range(8):
+    planner, wary, bold = Planner(runs.lanes, PlannerSettings()), Levers.neutral(LANES), Levers.neutral(LANES)
+    wary.dip_odds += 20.0
+    bold.dip_odds -= 20.0
+    np.testing.assert_array_equal(planner.decide(runs.situation(), wary), planner.decide(runs.situation()))
+    for _ in range(9):
         planner.observe(runs.run(planner.decide(runs.situation())))
-    np.testing.assert_allclose(planner.dip, np.log(1 / 0.7))
-    assert (planner.dip > DIP).all()
-    plan = planner.decide(runs.situation(), braced)
-    peak = runs.lanes.pool.peak_of(plan, planner.length)
-    lean = plan == runs.lanes.pool.leanest
-    assert (peak[~lean] <= runs.situation().budget[~lean, 0] * 0.7 * (1 + 1e-9)).all()
-    assert not lean.all()
+    assert (planner.dips.count > 0).all()
+    # The memory of the next window is what was announced before, or what the last dip left.
+    situation = runs.situation()
+    peaks = [runs.lanes.pool.peak_of(planner.decide(situation, one), planner.length) for one in (bold, wary)]
+    level, lean = np.exp(planner.dips.level), planner.decide(situation, wary) == runs.lanes.pool.leanest
+    assert (peaks[1] <= np.maximum(peaks[0], level)).all()
+    assert (peaks[1][~lean] <= level[~lean] * (1 + 1e-9)).all()
+    assert (peaks[0] > level).any()
+    assert (planner.left_free >= 0).all()
+    assert planner.left_free.max() > 0
 
 
 def test_out_of_memory_costs_part_of_the_window_the_leanest_plan_and_two_switches(pools) -> None:
@@ -269,7 +296,7 @@ def test_neutral_levers_change_nothing_and_each_other_lever_value_does(pools) ->
     peak, lowered = pool.peaks[rows, :, 24], (pool.choices // 2 > 0).sum(axis=2)
     assert (peak[rows, moved(caution=1.0)] <= peak[rows, free]).mean() > 0.9
     assert peak[rows, moved(caution=1.0)].sum() < peak[rows, free].sum()
-    assert peak[rows, moved(brace=1.0)].sum() < peak[rows, free].sum()
+    assert peak[rows, moved(dip_odds=9.0)].sum() < peak[rows, free].sum()
     assert lowered[rows, moved(price_16_bit=3.0)].sum() < lowered[rows, free].sum()
     assert runs.lanes.steps[rows, moved(k_bias=0.6)].sum() > runs.lanes.steps[rows, moved(k_bias=-0.6)].sum()
     assert not np.array_equal(moved(optimism=2.0), free)

@@ -295,10 +295,10 @@ def test_levers_can_prepare_for_a_repeated_out_of_memory() -> None:
     (job,) = drawn_jobs(1, seed=7, batching="fixed")
     budget = a_budget(job.profile, 0.8)
     brace = neutral_actions(1)
-    brace[:, 0] = 1
+    brace[:, 0] = SIZES[0] - 1
     shares = []
-    for levers in (neutral_actions(1), brace):
-        policy = PlannerPolicy(network=Always(levers))
+    for levers, dips in ((neutral_actions(1), "none"), (brace, "belief")):
+        policy = PlannerPolicy(network=Always(levers), settings=PlannerSettings(dips=dips))
         engine = SimulatedEngine(job)
         plan = policy.begin(job.profile, budget)
         engine.apply(plan)

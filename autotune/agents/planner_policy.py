@@ -6,7 +6,6 @@ It uses the same planner, features and levers as the simulator.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
@@ -150,9 +149,9 @@ class PlannerPolicy:
                 logger.info("the planner acts alone: %s is outside its training range", self.alone_because)
             if self.alone_because is not None:
                 self.alone[self.alone_because] += 1
-        levers = levers_of(actions)
-        self.reserve_frac = 1 - math.exp(-float(levers.brace[0] * run.planner.dip[0]))
-        return run.planner.decide(situation, levers)
+        number = run.planner.decide(situation, levers_of(actions))
+        self.reserve_frac = float(run.planner.left_free[0])
+        return number
 
     def _asked(self, chooser: LeverChooser, features: tuple[Features, Features]) -> Actions:
         """Return the network's choices, or neutral ones if it fails, so that the planner acts alone."""
@@ -165,3 +164,11 @@ class PlannerPolicy:
             logger.warning("the planner acts alone: the network failed (%s)", self.alone_because)
             return np.array([NEUTRAL], dtype=np.int64)
         return actions.astype(np.int64)
+
+
+class FirstPlan(PlannerPolicy):
+    """A planner's first plan, kept for the whole run; arguments are those of :class:`PlannerPolicy`."""
+
+    def decide(self, observation: Observation, plan: Plan) -> Plan:
+        """Return the first plan."""
+        return self.plan

@@ -7,6 +7,7 @@ package: a class or function without arguments that returns a :class:`~autotune.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from autotune.agents.entry_points import POLICY_GROUP, Registry
@@ -116,6 +117,24 @@ def _planner() -> Policy:
     from autotune.agents.policy_folder import shipped_policy
 
     return PlannerPolicy("planner", shipped_policy().settings)
+
+
+@POLICIES.register("last-dip")
+def _last_dip() -> Policy:
+    """Return the planner with a rule of two lines: the next dip of the memory comes after the last interval again."""
+    from autotune.agents.planner_policy import PlannerPolicy
+    from autotune.agents.policy_folder import shipped_policy
+
+    return PlannerPolicy("last-dip", replace(shipped_policy().settings, dips="last"))
+
+
+@POLICIES.register("full-budget")
+def _full_budget() -> Policy:
+    """Return the planner's first plan, which is kept whatever happens."""
+    from autotune.agents.planner_policy import FirstPlan
+    from autotune.agents.policy_folder import shipped_policy
+
+    return FirstPlan("full-budget", shipped_policy().settings)
 
 
 @POLICIES.register("ppo")

@@ -90,6 +90,8 @@ class _Planner(_Closed):
     common_share: _Share
     drift: _Setting
     time_noise: _Setting
+    # Policies of before this setting had planners that expected no dips.
+    dips: Literal["belief", "last", "none"] = "none"
 
 
 class _Manifest(_Closed):

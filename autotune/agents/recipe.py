@@ -13,6 +13,7 @@ from typing import Any
 from autotune.errors import InputError
 from autotune.io.documents import STRICT, validated
 from autotune.io.files import read_text
+from autotune.simulator.dip_families import FAMILIES
 from autotune.simulator.moving_conditions import Strengths
 from autotune.simulator.online_planner import PlannerSettings
 
@@ -102,7 +103,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("ppo", "jobs", "strengths", "planner"):
-            for key, value in asdict(getattr(self, name)).items():
+            numbers = {key: one for key, one in asdict(getattr(self, name)).items() if isinstance(one, int | float)}
+            for key, value in numbers.items():
                 _require(0 <= value < _LIMIT, f"{name}.{key}", value, f"a number from 0 to {_LIMIT:g}")
         seeds = self.seeds
         _require(all(seed >= 0 for seed in seeds), "seeds", list(seeds), "whole numbers >= 0")
@@ -136,6 +138,8 @@ class Recipe:
             value = getattr(strengths, name)
             _require(value > 0, f"strengths.{name}", value, "above 0")
         _require(strengths.spread >= 1, "strengths.spread", strengths.spread, ">= 1")
+        families = strengths.event_families
+        _require(bool(families) and set(families) <= set(FAMILIES), "strengths.event_families", families, [*FAMILIES])
         lasts = strengths.event_windows
         _require(1 <= lasts <= 1000, "strengths.event_windows", lasts, "1 to 1000")
         share = self.planner.common_share
@@ -143,14 +147,15 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as a JSON object."""
-        return {"version": RECIPE_VERSION, **asdict(self), "seeds": list(self.seeds)}
+        strengths = {**asdict(self.strengths), "event_families": list(self.strengths.event_families)}
+        return {"version": RECIPE_VERSION, **asdict(self), "seeds": list(self.seeds), "strengths": strengths}
 
     def to_toml(self) -> str:
         """Return the whole recipe as the text of a recipe file."""
         lines = [f"version = {RECIPE_VERSION}", f"seeds = {list(self.seeds)}"]
         for name, part in asdict(self).items():
             if name != "seeds":
-                lines += ["", f"[{name}]", *(f"{key} = {value!r}" for key, value in part.items())]
+                lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in part.items())]
         return "\n".join(lines) + "\n"
 
     @property
@@ -189,6 +194,10 @@ def recipe_of(document: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
     return validated(Recipe, document, where=where, version=RECIPE_VERSION)
 
 
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+def _toml(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str | tuple | bool) else repr(value)
+
+
+def _require(holds: bool, name: str, value: object, allowed: str | list[str]) -> None:
     if not holds:
         raise InputError(f"{name} is {value!r}", where="recipe", allowed=allowed)

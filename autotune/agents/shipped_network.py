@@ -7,7 +7,7 @@ neutral levers, so that the planner acts unchanged.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -103,7 +103,15 @@ class BareNetwork:
         logits = self.logits(features)
         if not np.isfinite(logits).all():
             raise FloatingPointError("a logit is not finite")
-        parts = [logits[:, low:high].argmax(axis=1) for low, high in pairwise(self._ends)]
+        return self._highest(logits)
+
+    def drawn(self, features: tuple[Features, Features], generator: np.random.Generator) -> Actions:
+        """Return a choice of each lever, drawn with the network's probabilities, shape (n, levers)."""
+        logits = self.logits(features)
+        return self._highest(logits + generator.gumbel(size=logits.shape))
+
+    def _highest(self, values: NDArray[Any]) -> Actions:
+        parts = [values[:, low:high].argmax(axis=1) for low, high in pairwise(self._ends)]
         return np.stack(parts, axis=1)
 
 

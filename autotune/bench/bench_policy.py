@@ -60,9 +60,7 @@ def bench_policy(
     for number, variant in enumerate(settings.variants):
         reporter.advance(0.12 + 0.12 * number, f"static jobs, {variant}")
         static[variant] = static_table(static_cases(settings, variant), judged, settings, windows)
-    dynamic, ablation = moving_tables(
-        judged, recipe, settings, lambda share, title: reporter.advance(0.5 + 0.45 * share, title)
-    )
+    moving = moving_tables(judged, recipe, settings, lambda share, title: reporter.advance(0.5 + 0.45 * share, title))
     reporter.advance(0.95, f"decisions on {settings.units} units")
     decision = decision_times(judged, settings.units, windows)
     decision["needs_stable_baselines3"] = _needs_stable_baselines3(judged.folder)
@@ -76,8 +74,7 @@ def bench_policy(
         "strengths_sha256": recipe.strengths_sha256,
         "methods": methods,
         "static": static,
-        "dynamic": dynamic,
-        "ablation": ablation,
+        **moving,
         "decision": decision,
     }
     return document_of("policy", figures)
@@ -88,10 +85,17 @@ def lines(document: Mapping[str, Any]) -> list[str]:
     everything = document["dynamic"]["all"]
     won = everything["methods"]["ppo"]
     low, high = won["won_ci95"]
+    won_of = [
+        (name, row["planner_belief"], row["ppo"], row["clairvoyant"]) for name, row in document["families"].items()
+    ]
     return [
+        *(
+            f"dips, {name}: a belief wins {belief:.2f} %, PPO on top of it {ppo:.2f} %, of {best:.2f} %"
+            for name, belief, ppo, best in won_of
+        ),
         f"moving jobs: {won['won_percent']:+.2f} % of time against the planner (95 % interval {low:+.2f} to "
         f"{high:+.2f}), of {everything['headroom_percent']:.1f} % that a clairvoyant would win; static: "
-        f"{document['methods']['ppo']['regret_p95']:.2f} % off the exact optimum (p95)"
+        f"{document['methods']['ppo']['regret_p95']:.2f} % off the exact optimum (p95)",
     ]
 
 
@@ -144,6 +148,7 @@ def _second_window(planner: Planner, windows: int) -> tuple[Watch, Situation]:
         length=one,
         longest=one,
         dip=0 * one,
+        budget=budget[:, 0],
         step_s=seconds,
         window_s=10 * seconds,
         total_s=10 * seconds,

@@ -377,7 +377,7 @@ class _Run:
     def _run_window(self) -> Measurement:
         """Train to the next evaluation; with dips, repeat an out-of-memory window under the leanest plan."""
         if self.dips is not None and self.budget_bytes is not None:
-            self.engine.memory_budget_bytes = self.dips.budget(self._windows, self.budget_bytes)
+            self.engine.memory_budget_bytes = self.dips.budget(self._windows, self.budget_bytes, self._record.seed)
         self._windows += 1
         began = self._samples
         window = self.engine.run(self._window_steps(began))
@@ -474,7 +474,8 @@ class _Run:
             return ()
         if self.dips is None or not self.dips.told:
             return (self.budget_bytes,)
-        return tuple(self.dips.budget(self._windows + ahead, self.budget_bytes) for ahead in range(LOOK_AHEAD))
+        ahead = range(self._windows, self._windows + LOOK_AHEAD)
+        return tuple(self.dips.budget(window, self.budget_bytes, self._record.seed) for window in ahead)
 
 
 def _seen(window: Measurement, step: int) -> dict[str, Any]:

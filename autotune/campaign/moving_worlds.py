@@ -11,6 +11,7 @@ import numpy as np
 from scipy.special import ndtr, owens_t
 
 from autotune.agents.recipe import Recipe
+from autotune.agents.shipped_network import BareNetwork, LeverNetwork
 from autotune.campaign.policy_judging import (
     FACTORS,
     MECHANISMS,
@@ -24,9 +25,8 @@ from autotune.campaign.policy_judging import (
 )
 from autotune.cost_model.cost_arrays import Floats
 from autotune.gym.levers import (
-    BRACES,
-    NEUTRAL,
     RUN_FEATURES,
+    SIZES,
     Actions,
     Features,
     Watch,
@@ -34,7 +34,9 @@ from autotune.gym.levers import (
     neutral_actions,
 )
 from autotune.gym.moving_env import MovingEnv, planner_reserve
-from autotune.simulator.clairvoyant import best_static, clairvoyant
+from autotune.simulator.clairvoyant import best_static, clairvoyant, held
+from autotune.simulator.dip_families import FAMILIES
+from autotune.simulator.dip_forecasts import DipForecast
 from autotune.simulator.moving_conditions import Course, MovingRuns, Strengths
 from autotune.simulator.online_planner import Planner, PlannerSettings, Rises
 from autotune.simulator.random_jobs import draw_job
@@ -52,6 +54,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "time": ("progress", "windows"),
     "units": (),
 }
+# Seed of the exploring rule, its share of windows, and the place of its lever.
+_EXPLORING, _PRICE = (5, 0.3), 3
 # Headroom in percent below which the captured share is noise.
 _LEAST_HEADROOM = 2.0
 # Wider than the default search range, so that the planner with a reserve does not lose for lack of range.
@@ -102,28 +106,39 @@ def drive(
     return Outcome(seconds=runs.seconds, ran_out=ran_out)
 
 
-def period_rule(run: Features) -> Actions:
-    """Return the actions of a simple rule: prepare for a dip when one is due, and do not adjust the planner otherwise.
-
-    Args:
-        run: shape (n, len(RUN_FEATURES)).
-    """
-    actions = neutral_actions(len(run))
-    due = run[:, list(RUN_FEATURES).index("dip_due")] == 0
-    actions[:, 0] = np.where(due, BRACES.index(1.0), NEUTRAL[0])
-    return actions
-
-
 def strengths_of(world: str, strengths: Strengths) -> Strengths:
-    """Return the strengths of the changing conditions in a world.
+    """Return the strengths of the changing conditions in a world; of a family of dips, nothing else changes.
 
     Half and double scale the sizes of changes, the cost of a switch and the frequency of events.
     """
+    if world in FAMILIES:
+        # Strictly periodic events also have one depth.
+        depth = 0.0 if world == "periodic" else strengths.event_depth
+        return replace(strengths.only("event_every"), event_families=(world,), event_depth=depth)
     if world in MECHANISMS:
         return strengths.only(*MECHANISMS[world])
     factor = FACTORS[world]
     sizes = {name: factor * getattr(strengths, name) for name in _SIZES}
     return replace(strengths, **sizes, event_every=round(strengths.event_every / factor))
+
+
+def exploring(lanes: int) -> Choose:
+    """Return a rule that doubts, in three of ten windows, what 16-bit formats cost, and so tries other plans."""
+    generator = np.random.default_rng(_EXPLORING[0])
+
+    def choose(features: tuple[Features, Features]) -> Actions:
+        actions = neutral_actions(lanes)
+        doubts = generator.random(lanes) < _EXPLORING[1]
+        actions[:, _PRICE] = np.where(doubts, generator.integers(0, SIZES[_PRICE], lanes), actions[:, _PRICE])
+        return actions
+
+    return choose
+
+
+def drawing(network: LeverNetwork, seed: int) -> Choose:
+    """Return a chooser that draws levers with a network's probabilities instead of taking the most likely ones."""
+    bare, generator = BareNetwork(network), np.random.default_rng(seed)
+    return lambda features: bare.drawn(features, generator)
 
 
 def without(choose: Choose, group: str) -> Choose:
@@ -165,7 +180,7 @@ class ToldRises(Rises):
     def learn(self, rise: Floats) -> None:
         """Do nothing: the distribution is known."""
 
-    def exceed(self, rise: Floats, caution: Floats) -> Floats:
+    def exceed(self, rise: Floats, caution: Floats, unsure: Floats | float = 0.0) -> Floats:
         """Return the probability that the next rise exceeds each given one, shape (lanes, plans)."""
         begun = self._planner.seen is not None
         middle = (self._keep - 1) * np.log(self._planner.length) if begun else np.zeros(len(self._jitter))
@@ -173,16 +188,45 @@ class ToldRises(Rises):
         self.mean = middle + math.sqrt(2 / math.pi) * self._jitter
         self._square = spread**2 + (1 - 2 / math.pi) * self._jitter**2
         if not self._exactly:
-            return super().exceed(rise, caution)
+            return super().exceed(rise, caution, unsure)
         # The sum of a normal and a half-normal variable is skew-normal.
         place = (rise - middle[:, None]) / np.hypot(spread, self._jitter)[:, None]
         return np.asarray(ndtr(-place) + 2 * owens_t(place, (self._jitter / spread)[:, None]))
 
 
-def moving_tables(
-    judged: Judged, recipe: Recipe, settings: BenchSettings, tell: Share
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the table of worlds and, for the world ``all`` if it is requested, the table of the ablation."""
+class ToldRate(DipForecast):
+    """A forecast that knows, in hindsight, how often memory dips in each lane and how deep, but not when.
+
+    No forecast of memoryless dips can be better.
+
+    Args:
+        course: conditions of the runs.
+    """
+
+    def __init__(self, course: Course) -> None:
+        super().__init__(len(course.job))
+        begins = course.told > course.budget
+        rate, dips = begins.mean(axis=1), np.maximum(begins.sum(axis=1), 1)
+        left = np.log(course.budget)
+        mean = (left * begins).sum(axis=1) / dips
+        self.level = np.where(rate > 0, mean, np.inf)
+        self._variance = (np.square(left - mean[:, None]) * begins).sum(axis=1) / dips
+        self._rate = rate
+        self.count += 1
+
+    def learn(self, dip: Floats, left: Floats) -> None:
+        """Do nothing: all is known."""
+
+    def _forecast(self, windows: int) -> Floats:
+        """Return the rate of dips, shape (n, windows)."""
+        return np.tile(self._rate[:, None], (1, windows))
+
+
+def moving_tables(judged: Judged, recipe: Recipe, settings: BenchSettings, tell: Share) -> dict[str, dict[str, Any]]:
+    """Return the table of worlds, that of families of dips and, for the world ``all``, that of the ablation.
+
+    They are ``dynamic``, ``families`` and ``ablation``, which is empty unless the world ``all`` is requested.
+    """
     generator = np.random.default_rng(settings.seed + MOVING_SEED)
     depth = (recipe.jobs.shallowest, recipe.jobs.deepest)
     env = MovingEnv(
@@ -192,18 +236,27 @@ def moving_tables(
         windows=recipe.jobs.windows,
         settings=recipe.planner,
     )
-    parts = len(settings.mechanisms) + len(GROUPS) * ("all" in settings.mechanisms)
+    parts = len(settings.mechanisms) + len(settings.families) + len(GROUPS) * ("all" in settings.mechanisms)
     table: dict[str, Any] = {}
+    families: dict[str, Any] = {}
     ablation: dict[str, Any] = {}
+
+    def advance(title: str) -> None:
+        tell((len(table) + len(families) + len(ablation)) / parts, f"moving jobs, {title}")
+
+    for name in settings.families:
+        advance(f"{name} dips")
+        families[name] = World(env, recipe, name, settings.seed + MOVING_SEED).family(judged)
     for name in settings.mechanisms:
-        tell((len(table) + len(ablation)) / parts, f"moving jobs, {name}")
+        advance(name)
         world = World(env, recipe, name, settings.seed + MOVING_SEED)
         table[name] = world.table(judged)
         if name == "all":
+            families[name] = world.family(judged)
             for group in GROUPS:
-                tell((len(table) + len(ablation)) / parts, f"moving jobs, all, without {group}")
+                advance(f"all, without {group}")
                 ablation[group] = world.entry(world.learned(judged, group))
-    return table, ablation
+    return {"dynamic": table, "families": families, "ablation": ablation}
 
 
 class World:
@@ -231,16 +284,21 @@ class World:
         guarded = Guarded(judged)
         shipped = self._drive(judged.settings, guarded)
         ppo = self.learned(judged)
-        rule = self._drive(self._settings, lambda features: period_rule(features[0]))
+        rule = self._drive(replace(self._settings, dips="last"))
+        explored = self._drive(self._settings, exploring(len(best)))
+        drawn = [self._drive(judged.settings, drawing(one, seed)) for seed, one in enumerate(judged.networks.values())]
         unknown = np.full(len(best), np.nan)
         methods = {
             "best_static": self.entry([Outcome(seconds=still, ran_out=unknown)], headroom),
             "planner": self.entry([self._planner], headroom),
+            "planner_no_belief": self.entry([self._drive(replace(self._settings, dips="none"))], headroom),
             **self._reserve(headroom),
             "untrained": self.entry(
                 [self._drive(judged.settings, untrained_network(judged.shipped.width).most_likely)], headroom
             ),
             "period": self.entry([rule], headroom),
+            "exploring": self.entry([explored], headroom),
+            "ppo_drawn": self.entry(drawn, headroom) | {"seeds": self._seeds(judged, drawn)},
             "ppo": self.entry(ppo, headroom) | self._over(rule, ppo) | {"seeds": self._seeds(judged, ppo)},
             "shipped": self.entry([shipped], headroom)
             | self._over(rule, [shipped])
@@ -258,6 +316,39 @@ class World:
             "headroom_ci95": self._interval(headroom),
             "methods": methods,
         }
+
+    def family(self, judged: Judged) -> dict[str, Any]:
+        """Return the time that each method saves against the planner that expects no dips, in percent of its time.
+
+        ``full_budget`` keeps the plan that is best without dips, ``rule`` expects the last interval again, and
+        ``told_rate`` knows how often memory dips and how deep: nobody can know more of memoryless dips.
+        """
+        alone = self._drive(replace(self._settings, dips="none"))
+        self._runs.begin(self._course)
+        first = Planner(self._runs.lanes, self._settings).decide(self._runs.situation())
+        arms = {
+            "clairvoyant": [clairvoyant(self._runs, self._course)],
+            "full_budget": [held(self._runs, self._course, first)],
+            "rule": [self._drive(replace(self._settings, dips="last")).seconds],
+            "told_rate": [self._drive(self._settings, None, self._tell_rate).seconds],
+            "planner_belief": [self._planner.seconds],
+            "ppo": [outcome.seconds for outcome in self.learned(judged)],
+            "shipped": [self._drive(judged.settings, Guarded(judged)).seconds],
+        }
+        won = {name: np.stack([100 * (1 - one / alone.seconds) for one in arm]) for name, arm in arms.items()}
+        beyond = won["ppo"] - won["planner_belief"]
+        return {
+            **{name: float(one.mean()) for name, one in won.items()},
+            "ppo_over_belief": float(beyond.mean()),
+            "ci95": {name: self._interval(one) for name, one in {**won, "ppo_over_belief": beyond}.items()},
+            "out_of_memory_per_run": {
+                "planner": float(alone.ran_out.mean()),
+                "planner_belief": float(self._planner.ran_out.mean()),
+            },
+        }
+
+    def _tell_rate(self, planner: Planner) -> None:
+        planner.dips = ToldRate(self._course)
 
     def learned(self, judged: Judged, hidden: str | None = None) -> list[Outcome]:
         """Return the outcome of each network, without a group of features if one is named."""

@@ -24,6 +24,7 @@ from autotune.gym.levers import (
     Features,
 )
 from autotune.io.files import read_bytes, read_json, require_plain
+from autotune.simulator.dip_families import FAMILIES
 from autotune.simulator.online_planner import PlannerSettings
 
 # Active strengths in each world; the recipe was not fitted to "all_half" and "all_double".
@@ -58,7 +59,8 @@ class BenchSettings:
         depth: smallest and largest number of recomputable units of the static jobs.
         storages: allowed storages of recomputable units.
         variants: further static tables; any of ``VARIANTS``.
-        mechanisms: the moving worlds; keys of ``MECHANISMS``, "all", "all_half" and "all_double".
+        mechanisms: the moving worlds; keys of ``MECHANISMS`` and ``FACTORS``.
+        families: families of dips, each a table of its own; keys of ``FAMILIES``.
         lanes: smallest number of parallel moving runs.
         evaluations: number of plans that each search may measure.
         optuna_jobs: largest number of static jobs for Optuna, which is slow.
@@ -71,6 +73,7 @@ class BenchSettings:
     storages: tuple[Storage, ...] = DEFAULT_STORAGES
     variants: tuple[str, ...] = VARIANTS
     mechanisms: tuple[str, ...] = (*MECHANISMS, *FACTORS)
+    families: tuple[str, ...] = tuple(FAMILIES)
     lanes: int = 128
     evaluations: int = 50
     optuna_jobs: int = 16

@@ -284,10 +284,10 @@ def card(recipe: Recipe, training: Any, document: dict[str, Any]) -> str:
     ladders = f"; {frac:.0%} of them offer all storages" if frac else ""
     return f"""# Policy
 
-A network of {document["parameters"]:,} parameters that adjusts a planner while the conditions of a run change: whether
-to prepare for less memory than announced, the margin for longer sequences, the value of a larger k, of 16-bit formats
-and of unmeasured plans, and the threshold for switching. The planner makes the plans; an untrained network does not
-adjust it.
+A network of {document["parameters"]:,} parameters that adjusts a planner while the conditions of a run change: the odds
+of a dip of the memory, the margin for longer sequences and deeper dips, the value of a larger k, of 16-bit formats and
+of unmeasured plans, and the threshold for switching. The planner makes the plans, and has a belief about dips of its
+own; an untrained network does not adjust it.
 
 | | |
 |---|---|

@@ -53,7 +53,11 @@ def command(
     gradient_norm: GradientNormOption = None,
     dips: Annotated[
         str | None,
-        typer.Option("--dips", help="EVERY:SHARE, as in 5:70%: in every 5th window the budget shrinks to 70%."),
+        typer.Option(
+            "--dips",
+            help="EVERY:SHARE, as in 5:70%: in every 5th window the budget shrinks to 70%. Behind jittered:, missing:, "
+            "bursts:, memoryless: or diurnal:, the windows are drawn for each seed.",
+        ),
     ] = None,
     steps: StepsOption = 120,
     trials: TrialsOption = None,

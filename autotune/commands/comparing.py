@@ -52,7 +52,8 @@ def compare(
         steps: as for :func:`tune`, for each search.
         trials: as for :func:`tune`, for each search.
         seed: random seed for the searches and for the tuning engine.
-        dips: dips of the budget in compared runs, ``EVERY:SHARE`` as in ``5:70%``; ``None`` for a constant budget.
+        dips: dips of the budget in compared runs, ``EVERY:SHARE`` as in ``5:70%``, or ``FAMILY:EVERY:SHARE`` as in
+            ``jittered:5:70%``; ``None`` for a constant budget.
         lean: as for :func:`tune`.
         storage: as for :func:`tune`.
         watts: as for :func:`tune`.

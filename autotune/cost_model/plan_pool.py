@@ -84,20 +84,21 @@ class PlanPool:
         low, high = self.peaks[lanes, :, place], self.peaks[lanes, :, place + 1]
         return np.asarray(low + share[:, None] * (high - low))
 
-    def longest(self, budget_bytes: Floats) -> Floats:
+    def longest(self, budget_bytes: Floats, lanes: Indices | slice = slice(None)) -> Floats:
         """Return the largest length at which each plan fits a budget, shape (lanes, m); call :meth:`take` first.
 
         Args:
             budget_bytes: shape (lanes,), memory budgets.
+            lanes: the lanes that these are of.
         """
-        budget = budget_bytes[:, None]
-        place = np.clip((self.peaks <= budget[:, :, None]).sum(axis=2) - 1, 0, len(LENGTHS) - 2)[:, :, None]
-        low = np.take_along_axis(self.peaks, place, axis=2)[:, :, 0]
-        high = np.take_along_axis(self.peaks, place + 1, axis=2)[:, :, 0]
+        budget, peaks = budget_bytes[:, None], self.peaks[lanes]
+        place = np.clip((peaks <= budget[:, :, None]).sum(axis=2) - 1, 0, len(LENGTHS) - 2)[:, :, None]
+        low = np.take_along_axis(peaks, place, axis=2)[:, :, 0]
+        high = np.take_along_axis(peaks, place + 1, axis=2)[:, :, 0]
         share = np.clip((budget - low) / np.maximum(high - low, 1.0), 0.0, 1.0)
         place = place[:, :, 0]
         longest = LENGTHS[place] + share * (LENGTHS[place + 1] - LENGTHS[place])
-        return np.where(self.peaks[:, :, 0] <= budget, longest, 1e-3)
+        return np.where(peaks[:, :, 0] <= budget, longest, 1e-3)
 
     def seconds_per_step(self, factor: Floats, length: Floats) -> Floats:
         """Return every plan's seconds per step, shape (lanes, m); call :meth:`take` first.

@@ -1,6 +1,6 @@
 """Observations and actions of a learned policy that adjusts a planner: features of a run, and levers.
 
-The planner makes the plans. An action only adjusts it: whether to expect less memory than announced, how cautious to be
+The planner makes the plans. An action only adjusts it: how likely a dip of the memory is, how cautious to be
 about longer sequences, how to value a larger k and 16-bit formats, how much to explore uncertain costs, and how costly
 a switch is. With neutral levers the planner acts unchanged. The same code serves thousands of simulated lanes and the
 one lane of a real run.
@@ -16,19 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.cost_model.cost_arrays import Floats
-from autotune.simulator.online_planner import DIP, Levers, Planner, Seen, Situation
+from autotune.simulator.online_planner import Levers, Planner, Seen, Situation
 
-LEVER_VERSION = 2
+LEVER_VERSION = 3
 # Values of each lever by the index in an action. The neutral value is 0, and 1 for the stickiness.
-BRACES = (0.0, 1.0)
+DIP_ODDS = (-2.0, -1.0, 0.0, 1.0, 2.0)
 CAUTIONS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 K_BIASES = (-0.6, -0.3, 0.0, 0.3, 0.6)
 PRICES_16_BIT = (-0.15, 0.0, 0.15)
 OPTIMISMS = (0.0, 0.5, 1.0)
 STICKINESSES = (0.25, 0.5, 1.0, 2.0, 4.0, 1e9)
-SIZES = tuple(len(choices) for choices in (BRACES, CAUTIONS, K_BIASES, PRICES_16_BIT, OPTIMISMS, STICKINESSES))
+SIZES = tuple(len(choices) for choices in (DIP_ODDS, CAUTIONS, K_BIASES, PRICES_16_BIT, OPTIMISMS, STICKINESSES))
 NEUTRAL = (
-    BRACES.index(0.0),
+    DIP_ODDS.index(0.0),
     CAUTIONS.index(0.0),
     K_BIASES.index(0.0),
     PRICES_16_BIT.index(0.0),
@@ -48,7 +48,7 @@ Actions = NDArray[np.int64]
 def levers_of(actions: Actions) -> Levers:
     """Return the levers for actions of shape (n, levers)."""
     return Levers(
-        brace=np.array(BRACES)[actions[:, 0]],
+        dip_odds=np.array(DIP_ODDS)[actions[:, 0]],
         caution=np.array(CAUTIONS)[actions[:, 1]],
         k_bias=np.array(K_BIASES)[actions[:, 2]],
         price_16_bit=np.array(PRICES_16_BIT)[actions[:, 3]],
@@ -81,9 +81,6 @@ class Memory:
         surprise: logarithm of measured over expected seconds per step.
         surprise_square: square of ``surprise``.
         held: windows under the running plan.
-        dip_since: windows since the last unannounced dip of the memory budget.
-        dip_interval: windows between the last two dips; 0 before the second dip.
-        dips: number of dips.
     """
 
     windows: Floats
@@ -100,14 +97,11 @@ class Memory:
     surprise: Floats
     surprise_square: Floats
     held: Floats
-    dip_since: Floats
-    dip_interval: Floats
-    dips: Floats
 
     @classmethod
     def of(cls, lanes: int) -> Memory:
         """Return the statistics before the first window."""
-        memory = cls(*(np.zeros(lanes) for _ in range(17)))
+        memory = cls(*(np.zeros(lanes) for _ in range(14)))
         memory.out_since += 40.0
         return memory
 
@@ -172,10 +166,6 @@ class Watch:
         memory.surprise = mix(memory.surprise, surprise)
         memory.surprise_square = mix(memory.surprise_square, surprise**2)
         memory.held = np.where(seen.plan == former_plan, memory.held + 1, 0.0)
-        dipped = seen.dip > DIP
-        memory.dip_interval = np.where(dipped & (memory.dips > 0), memory.dip_since + 1, memory.dip_interval)
-        memory.dip_since = np.where(dipped, 0.0, memory.dip_since + 1)
-        memory.dips = memory.dips + dipped
         memory.windows = memory.windows + 1
 
     def features(self, situation: Situation) -> tuple[Features, Features]:
@@ -271,15 +261,15 @@ def _until_higher(w: Watch) -> Floats:
     return np.where(higher.any(axis=1), 1.0 / (1.0 + higher.argmax(axis=1)), 0.0)
 
 
-def _dip_due(w: Watch) -> Floats:
-    """Return the windows until the next dip if dips are periodic, clipped to -2..2; 2 if the period is unknown."""
-    left = w.memory.dip_interval - w.memory.dip_since - 1
-    return np.where(w.memory.dip_interval > 0, np.clip(left, -2, 2), 2.0)
-
-
 def _dip_risk(w: Watch) -> Floats:
-    """Return whether the running plan would run out of memory in a dip like the last one."""
-    return (w.full * np.exp(w.planner.dip) > 1).astype(np.float64)
+    """Return whether the running plan would run out of memory in a dip like the last ones."""
+    return np.asarray(w.full * w.situation.budget[:, 0] > np.exp(w.planner.dips.level), dtype=np.float64)
+
+
+def _dip(w: Watch) -> Floats:
+    """Return the logarithm of the announced budget over what a dip leaves; 0 before the first."""
+    known = np.isfinite(w.planner.dips.level)
+    return np.where(known, np.log(w.situation.budget[:, 0]) - np.where(known, w.planner.dips.level, 0.0), 0.0)
 
 
 def _switch_share(w: Watch) -> Floats:
@@ -313,11 +303,13 @@ RUN_FEATURES: dict[str, Callable[[Watch], Floats]] = {
     "budget_ahead": lambda w: 3 * _next_lower(w),
     "until_lower": _until_lower,
     "until_higher": _until_higher,
-    "dip": lambda w: 5 * w.planner.dip,
-    "dips": lambda w: np.log1p(np.minimum(w.memory.dips, _LONG / 10)),
-    "dip_since": lambda w: np.where(w.memory.dips > 0, np.log1p(np.minimum(w.memory.dip_since, _LONG)), 0.0),
-    "dip_interval": lambda w: np.log1p(np.minimum(w.memory.dip_interval, _LONG)),
-    "dip_due": _dip_due,
+    "dip": lambda w: 5 * _dip(w),
+    "dips": lambda w: np.log1p(np.minimum(w.planner.dips.count, _LONG / 10)),
+    "dip_since": lambda w: np.log1p(np.minimum(w.planner.dips.elapsed, _LONG)),
+    "dip_interval": lambda w: np.log1p(np.minimum(w.planner.dips.interval, _LONG)),
+    "dip_chance": lambda w: 4 * w.planner.dips.chances(1)[:, 0],
+    "dip_chance_soon": lambda w: 2 * w.planner.dips.chances(3).sum(axis=1),
+    "dip_unsure": lambda w: 5 * w.planner.dips.deviation,
     "dip_risk": _dip_risk,
     "switch_cost": _switch_share,
     "held": lambda w: np.log1p(np.minimum(w.memory.held, _LONG)) / 2,

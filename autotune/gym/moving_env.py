@@ -151,7 +151,7 @@ def planner_reserve(env: MovingEnv, reserves: Sequence[float] = (0.0, 0.05, 0.1,
 def _fastest_setting(env: MovingEnv, name: str, values: Sequence[float]) -> float:
     courses, means = env.draw(min(env.lanes, 256)), {}
     for value in values:
-        settings = replace(env.settings, **{name: value})
+        settings = replace(env.settings, **{name: value})  # type: ignore[arg-type]
         seconds = run_planner(env.runs, courses, settings)
         means[value] = float(np.mean(seconds.sum(axis=1) / env.runs.baseline_s))
     return min(means, key=means.__getitem__)

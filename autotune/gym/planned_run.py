@@ -90,6 +90,7 @@ class PlannedRun:
             length=np.array([mean]),
             longest=np.array([longest]),
             dip=np.array([max(float(np.log(self._told / actual)), 0.0) if np.isfinite(actual) else 0.0]),
+            budget=np.array([actual]),
             step_s=np.array([measured]),
             window_s=np.array([working]),
             total_s=np.array([window.total_s]),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autotune.agents.policy import Policy
 from autotune.budget import MemoryBudget
@@ -14,6 +18,7 @@ from autotune.errors import InputError
 from autotune.job import Job
 from autotune.measurement import ABSENT
 from autotune.plan import PlanSpace
+from autotune.simulator.dip_families import FAMILIES, draw_events
 
 # With fewer paired seeds, a verdict is only an indication: for n = 3, the smallest two-sided sign-flip p is 0.25.
 FEWEST_FOR_A_CLAIM = 6
@@ -22,34 +27,43 @@ _FIRST_SEED = 1000
 _MOST_SEEDS = 1000
 # Largest number of windows between two dips, more than any run has.
 _RAREST_DIPS = 10**6
+# Number of windows whose dips are drawn together, and what seeds of dips begin with.
+_DRAWN, _DIPS_SEED = 128, 7
 
 ArmFactory = Callable[[PlanSpace], Policy]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dips:
-    """Periodic dips of the memory budget during a run, as if an evaluation or another process needed memory.
+    """Dips of the memory budget during a run, as if an evaluation or another process needed memory.
 
     Attributes:
-        every: number of windows from one dip to the next; a window is the time between two evaluations, and a dip lasts
-            for one window.
+        every: mean number of windows from one dip to the next; a window is the time between two evaluations, and a dip
+            lasts for one window.
         share: share of the budget that a dip leaves.
         told: whether dips are announced to policies.
+        family: a name of :data:`autotune.simulator.dip_families.FAMILIES`; all but periodic dips are drawn for each
+            seed, the same for all arms.
     """
 
     every: int
     share: float
     told: bool = False
+    family: str = "periodic"
 
     @classmethod
     def parse(cls, text: str) -> Dips:
-        """Read ``EVERY:SHARE`` or ``EVERY:SHARE:told``, as in ``5:70%``.
+        """Read ``[FAMILY:]EVERY:SHARE[:told]``, as in ``5:70%`` or ``jittered:5:70%``.
 
         Raises:
             InputError: if the text has another form.
         """
-        parts = text.split(":")
-        allowed = "EVERY:SHARE or EVERY:SHARE:told, as in 5:70%, with EVERY from 2 to 1000000 and a share below 100%"
+        allowed = (
+            "EVERY:SHARE or EVERY:SHARE:told, as in 5:70%, with EVERY from 2 to 1000000 and a share below 100%, behind "
+            f"one of {', '.join(f'{name}:' for name in FAMILIES)} if dips are not to be periodic"
+        )
+        first, _, rest = text.partition(":")
+        family, parts = (first, rest.split(":")) if first in FAMILIES else ("periodic", text.split(":"))
         try:
             every, share = int(parts[0]), MemoryBudget.parse(parts[1]).share
         except (ValueError, IndexError) as error:
@@ -57,11 +71,26 @@ class Dips:
         good = 2 <= every <= _RAREST_DIPS and share is not None and share < 1 and parts[2:] in ([], ["told"])
         if not good or share is None:
             raise InputError(f"dips is {text!r}", where="--dips", allowed=allowed)
-        return cls(every=every, share=share, told=len(parts) == 3)
+        return cls(every=every, share=share, told=len(parts) == 3, family=family)
 
-    def budget(self, window: int, budget_bytes: int) -> int:
-        """Return the budget of a window, numbered from 0."""
-        return int(budget_bytes * self.share) if window % self.every == self.every - 1 else budget_bytes
+    def budget(self, window: int, budget_bytes: int, seed: int = 0) -> int:
+        """Return the budget of a window, numbered from 0, in the run of a seed."""
+        return int(budget_bytes * self.share) if self._dips(window, seed) else budget_bytes
+
+    def _dips(self, window: int, seed: int) -> bool:
+        if self.family == "periodic":
+            return window % self.every == self.every - 1
+        part, place = divmod(window, _DRAWN)
+        return bool(_drawn(self.family, self.every, seed, part)[place])
+
+
+@functools.lru_cache(maxsize=64)
+def _drawn(family: str, every: int, seed: int, part: int) -> NDArray[np.bool_]:
+    """Return in which of a part's windows memory dips; families have slow periods of a third of a part."""
+    generator = np.random.default_rng([_DIPS_SEED, seed, part])
+    one = np.ones((1, 1), dtype=np.int64)
+    event, _ = draw_events(generator, (family,), every * one, one, _DRAWN)
+    return np.asarray(event[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

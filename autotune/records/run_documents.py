@@ -346,6 +346,7 @@ class _Dips:
     every: Annotated[int, Interval(ge=2, le=10**9)]
     share: Annotated[float, Interval(gt=0, lt=1)]
     told: bool = False
+    family: str = "periodic"
 
 
 @document

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autotune.cost_model.cost_arrays import Floats
+from autotune.cost_model.cost_arrays import Floats, Indices
 from autotune.simulator.moving_conditions import Course, MovingRuns
 from autotune.simulator.online_planner import Planner, PlannerSettings
 
@@ -31,6 +31,14 @@ def clairvoyant(runs: MovingRuns, course: Course) -> Floats:
     for window in range(1, runs.windows):
         best = np.minimum(best, best.min(axis=1, keepdims=True) + runs.switch_s[:, None]) + runs.every_plan(window)
     return np.asarray(best.min(axis=1))
+
+
+def held(runs: MovingRuns, course: Course, plan: Indices) -> Floats:
+    """Return the seconds of each lane if it keeps one plan for a whole course, shape (n,)."""
+    runs.begin(course)
+    for _ in range(runs.windows):
+        runs.run(plan)
+    return runs.seconds
 
 
 def best_static(runs: MovingRuns, course: Course) -> Floats:

@@ -16,6 +16,7 @@ from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices
 from autotune.cost_model.goodput import step_efficiency
 from autotune.cost_model.plan_pool import PoolSettings, make_pool
 from autotune.io.documents import STRICT
+from autotune.simulator.dip_families import draw_events
 from autotune.simulator.online_planner import LOOK_AHEAD, Lanes, Seen, Situation
 from autotune.simulator.simulated_job import Flags, JobArrays, SimulatedJob
 
@@ -37,8 +38,10 @@ class Strengths:
         length_windows: correlation time of the length, in windows.
         curriculum: growth of the logarithm of the length from the first window to the last.
         jitter: standard deviation of the logarithm of a window's longest batch, relative to its mean.
-        event_every: windows from one event (such as an evaluation that shares the device) to the next; 0 for none.
+        event_families: names of :data:`autotune.simulator.dip_families.FAMILIES`; each lane draws one of them.
+        event_every: mean windows from one event (such as an evaluation that shares the device) to the next; 0 for none.
         event_share: share of the budget that an event leaves; ``spread`` applies to its logarithm.
+        event_depth: standard deviation of the depth of an event, as a share of its lane's mean depth (a logarithm).
         event_windows: largest duration of an event, in windows; each lane draws its own, from 1 to this. Only the first
             window of an unannounced event is a surprise.
         event_told: share of lanes in which events are announced to the planner.
@@ -60,8 +63,10 @@ class Strengths:
     length_windows: float = 6.0
     curriculum: float = 0.0
     jitter: float = 0.0
+    event_families: tuple[str, ...] = ("periodic",)
     event_every: int = 0
     event_share: float = 0.8
+    event_depth: float = 0.0
     event_windows: int = 1
     event_told: float = 1.0
     switch_windows: float = 0.0
@@ -75,7 +80,9 @@ class Strengths:
             "drift_windows",
             "length_lanes",
             "length_windows",
+            "event_families",
             "event_share",
+            "event_depth",
             "event_windows",
             "event_told",
             "retry_windows",
@@ -99,8 +106,10 @@ RECORDED = Strengths(
     length_windows=2,
     jitter=0.12,
     curriculum=0.4,
+    event_families=("periodic", "missing", "bursts"),
     event_every=8,
     event_share=0.7,
+    event_depth=0.15,
     event_windows=3,
     event_told=0.5,
     switch_windows=0.05,
@@ -179,13 +188,17 @@ def draw_course(
     length += own(strengths.curriculum) * np.linspace(-0.5, 0.5, windows)
     jitter = np.where(still, 0.0, own(strengths.jitter) * np.abs(generator.standard_normal((n, windows))))
     length = np.where(still, 0.0, length)
-    event, begins = _events(
+    event, begins = draw_events(
         generator,
+        strengths.event_families,
         np.round(own(strengths.event_every)).astype(np.int64),
         generator.integers(1, strengths.event_windows + 1, (n, 1)),
         windows,
     )
-    left = np.exp(own(np.log(strengths.event_share)))
+    depth = np.maximum(1 + strengths.event_depth * generator.standard_normal((n, windows)), 0.2)
+    # All windows of an event have the depth of its first.
+    depth = np.take_along_axis(depth, np.cumsum(begins, axis=1) - 1, axis=1)
+    left = np.exp(own(np.log(strengths.event_share)) * depth)
     drift = own(strengths.drift)[:, :, None] * _wandering(generator, (n, precisions, windows), strengths.drift_windows)
     common, alone = generator.standard_normal((n, 1, precisions)), generator.standard_normal((n, units, precisions))
     cost = np.sqrt(strengths.common_share) * common + np.sqrt(1 - strengths.common_share) * alone
@@ -206,21 +219,6 @@ def draw_course(
         trace_error=np.exp(error * generator.standard_normal((n, windows)) - error**2 / 2),
         square_error=error * generator.standard_normal((n, windows)),
     )
-
-
-def _events(generator: np.random.Generator, every: Indices, lasts: Indices, windows: int) -> tuple[Flags, Flags]:
-    """Return which windows belong to an event and which of them begin one, both of shape (n, windows).
-
-    Args:
-        generator: source of random numbers for the position of the first event.
-        every: shape (n, 1), windows from one event to the next; 0 for none.
-        lasts: shape (n, 1), windows that an event lasts; limited to ``every`` - 1, but at least 1.
-        windows: number of windows.
-    """
-    period = np.maximum(every, 1)
-    place = (np.arange(windows) + generator.integers(0, period)) % period
-    lasts = np.minimum(lasts, np.maximum(every - 1, 1))
-    return np.asarray((every > 0) & (place < lasts)), np.asarray((every > 0) & (place == 0))
 
 
 def _wandering(generator: np.random.Generator, shape: tuple[int, ...], memory: float) -> Floats:
@@ -357,6 +355,7 @@ class MovingRuns:
             length=length,
             longest=course.longest[:, window],
             dip=np.log(course.told[:, window] / course.budget[:, window]),
+            budget=course.budget[:, window],
             step_s=step_s * course.time_noise[:, window],
             window_s=working,
             total_s=seconds,

@@ -1,12 +1,15 @@
 """A planner that chooses a plan for each window by estimated costs, and switches only if that pays off.
 
 It knows profiles, budgets, the sequence lengths so far and an estimate of the noise scale, and it corrects its cost
-estimates with measured step times. The same planner serves simulated and real runs.
+estimates with measured step times. It weighs what it cannot know, the next dip of the memory budget and the next long
+batch, by their probability and cost, a few windows ahead. The same planner serves simulated and real runs.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -14,6 +17,7 @@ from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Numberi
 from autotune.cost_model.goodput import step_efficiency
 from autotune.cost_model.plan_pool import PlanPool
 from autotune.io.documents import STRICT
+from autotune.simulator.dip_forecasts import FORECASTS
 from autotune.simulator.simulated_job import Flags
 
 # Weight of the prior on rises, in windows, and the smallest weight of a new window.
@@ -21,10 +25,10 @@ _PRIOR_WINDOWS = 4
 _RISE_WEIGHT = 0.05
 # Scale of a logistic distribution, divided by its standard deviation.
 _LOGISTIC = 3**0.5 / np.pi
+# Probability of a dip above which memory that is left free is left for it.
+_LIKELY = 0.01
 # Number of windows whose budgets are announced, including the next one.
 LOOK_AHEAD = 8
-# Smaller dips of the memory budget (as a logarithm) are ignored.
-DIP = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,7 @@ class Seen:
         length: mean sequence length relative to the profiled one.
         longest: sequence length of the window's longest batch, relative to the profiled one.
         dip: logarithm of announced over actual budget; 0 if the budget was as announced.
+        budget: actual budget in bytes.
         step_s: measured seconds per step.
         window_s: seconds of its steps, without switching and lost work.
         total_s: seconds of the whole window.
@@ -65,6 +70,7 @@ class Seen:
     length: Floats
     longest: Floats
     dip: Floats
+    budget: Floats
     step_s: Floats
     window_s: Floats
     total_s: Floats
@@ -77,15 +83,18 @@ class PlannerSettings:
 
     Attributes:
         reserve: safety margin on memory: sequences are assumed to be longer than the last ones by this share.
-        rise: prior standard deviation of the logarithm of a window's longest batch over the length of the window before
-            (an unannounced dip of the memory counts too). Above 0, each plan's time includes the expected cost of
-            running out of memory. With 0, the last length and the reserve are taken as certain.
+        rise: prior standard deviation of the logarithm of a window's longest batch over the length of the window
+            before. Above 0, each plan's time includes the expected cost of a batch that needs too much memory. With 0,
+            the last length and the reserve are taken as certain.
         retry: share of a window that is lost when it runs out of memory, besides the repetition under the leanest plan.
-        horizon: windows over which a switch must pay for itself; 0 switches whenever another plan is better.
+        horizon: windows that are planned ahead, over which a switch must pay for itself; 0 switches whenever another
+            plan is better for the next window.
         cost_error: standard deviation of the logarithm of real over profiled costs; 0 trusts the profile.
         common_share: share of that variance that is common to all units in a precision.
         drift: standard deviation of the change of log costs per window, common to all units in a precision.
         time_noise: standard deviation of the logarithm of a window's measured seconds per step.
+        dips: the forecast of unannounced dips of the budget, whose expected cost is part of each plan's time: a
+            Bayesian ``belief`` about their intervals, the ``last`` interval again, or ``none``.
     """
 
     __pydantic_config__ = STRICT
@@ -98,6 +107,7 @@ class PlannerSettings:
     common_share: float = 0.6
     drift: float = 0.02
     time_noise: float = 0.02
+    dips: Literal["belief", "last", "none"] = "belief"
 
 
 @dataclass(slots=True)
@@ -105,15 +115,16 @@ class Levers:
     """Adjustments of a planner beyond its settings, per lane.
 
     Attributes:
-        brace: shape (n,), share of the last memory dip that is expected to recur.
-        caution: shape (n,), standard deviations that are added to the expected longest batch of the next window.
+        dip_odds: shape (n,), logarithm of a factor on the odds of a dip in the next window, once there has been one.
+        caution: shape (n,), standard deviations that are added to the expected longest batch of the next window, and to
+            the expected depth of a dip.
         k_bias: shape (n,), logarithm of a factor on the worth of each doubling of k.
         price_16_bit: shape (n,), logarithm of a factor on the seconds of 16-bit choices.
         optimism: shape (n,), standard deviations that are subtracted from uncertain costs.
         stickiness: shape (n,), factor on the cost of a switch.
     """
 
-    brace: Floats
+    dip_odds: Floats
     caution: Floats
     k_bias: Floats
     price_16_bit: Floats
@@ -207,11 +218,45 @@ class Rises:
         self._square = (1 - weight) * (self._square + weight * difference**2)
         self._windows += 1
 
-    def exceed(self, rise: Floats, caution: Floats) -> Floats:
-        """Return the probability that the next rise, assumed logistic, exceeds thresholds of shape (lanes, plans)."""
-        scale = np.maximum(_LOGISTIC * self.deviation, 1e-9)[:, None]
-        middle = (self.mean + caution * self.deviation)[:, None]
+    def exceed(self, rise: Floats, caution: Floats, unsure: Floats | float = 0.0) -> Floats:
+        """Return the probability that the next rise, assumed logistic, exceeds thresholds.
+
+        Args:
+            rise: shape (lanes, plans), the thresholds.
+            caution: shape (lanes,), standard deviations that are added to the expected rise.
+            unsure: shape (lanes,), standard deviation of the thresholds themselves.
+        """
+        spread = np.hypot(self.deviation, unsure)
+        scale = np.maximum(_LOGISTIC * spread, 1e-9)[:, None]
+        middle = (self.mean + caution * spread)[:, None]
         return np.asarray(1 / (1 + np.exp(np.clip((rise - middle) / scale, -50, 50))))
+
+
+class Rooms:
+    """The largest length at which each plan fits a budget, computed anew only for lanes whose budget changes.
+
+    Args:
+        pool: plans of the lanes.
+    """
+
+    def __init__(self, pool: PlanPool) -> None:
+        self._pool = pool
+        self._known: dict[int | None, tuple[Floats, Floats]] = {}
+
+    def log_longest(self, budget: Floats, use: int | None) -> Floats:
+        """Return the logarithm of these lengths relative to the profiled one, shape (n, plans).
+
+        Args:
+            budget: shape (n,), budgets in bytes.
+            use: what the budgets are for; those for the same use are expected to change seldom.
+        """
+        former, found = self._known.get(use, (None, None))
+        if former is None or found is None:
+            found = np.log(self._pool.longest(budget))
+        elif len(changed := np.flatnonzero(former != budget)):
+            found[changed] = np.log(self._pool.longest(budget[changed], changed))
+        self._known[use] = (budget.copy(), found)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +325,8 @@ class Planner:
         belief: estimates of costs.
         rises: estimates of the next window's longest batch.
         length: shape (n,), the last sequence length.
-        dip: shape (n,), logarithm of the last unannounced dip of the memory budget; 0 before any.
+        dips: the forecast of dips of the memory budget.
+        left_free: shape (n,), share of the next window's budget that the last decision leaves free for a dip.
         seen: the last window; ``None`` before the first.
     """
 
@@ -291,8 +337,10 @@ class Planner:
         self.belief = Belief(len(lanes), units, lanes.pool.weights.shape[2] // units, settings)
         self.rises = Rises(np.where(lanes.still, 0.0, settings.rise))
         self.length = np.ones(len(lanes))
-        self.dip = np.zeros(len(lanes))
+        self.dips = FORECASTS[settings.dips](len(lanes))
         self.seen: Seen | None = None
+        self.left_free = np.zeros(len(lanes))
+        self._rooms = Rooms(lanes.pool)
 
     @property
     def plan(self) -> Indices:
@@ -300,31 +348,118 @@ class Planner:
         return self.lanes.pool.baseline if self.seen is None else self.seen.plan
 
     def decide(self, situation: Situation, levers: Levers | None = None) -> Indices:
-        """Return the number of each lane's plan for the next window."""
+        """Return the number of each lane's plan for the next window.
+
+        It is the first plan of the sequence with the smallest expected time over the horizon, switches included.
+        """
         levers = levers or Levers.neutral(len(self.lanes))
-        pool = self.lanes.pool
-        budget = situation.budget[:, 0] * np.exp(-levers.brace * self.dip)
-        fits = pool.there & (pool.peak_bytes(self.length * (1 + self.settings.reserve)) <= budget[:, None])
-        time = pool.seconds_per_step(self._factor(levers), self.length) / self._worth(situation.noise_scale, levers)
-        if self.settings.rise:
-            time = time + self._risk(time, budget, situation.switch_s, levers)
-        best = np.where(fits, time, np.inf).argmin(axis=1)
-        plan = np.where(fits.any(axis=1), best, pool.leanest)
+        time = self.lanes.pool.seconds_per_step(self._factor(levers), self.length)
+        time = time / self._worth(situation.noise_scale, levers)
+        switch = self._in_windows(situation.switch_s * levers.stickiness * (self.settings.horizon > 0), time)
+        left = np.zeros_like(time)
+        for weight, expected in reversed(self._ahead(time, situation, levers)):
+            left = weight * expected + np.minimum(left, left.min(axis=1, keepdims=True) + switch)
+        plan = self._cheapest(left, switch)
+        self._note_free(situation.budget[:, 0], plan)
+        return plan
+
+    def _cheapest(self, cost: Floats, switch: Floats) -> Indices:
+        """Return the plans of the lowest cost, shape (n,); running plans cost no switch and are kept in a draw."""
         if self.seen is None:
-            return plan
-        rows = np.arange(len(plan))
-        now, then = time[rows, self.seen.plan], time[rows, plan]
-        # A switch must pay for itself within the horizon.
-        saved = (1 - then / now) * self.seen.window_s * self.settings.horizon
-        pays = saved > situation.switch_s * levers.stickiness if self.settings.horizon else then < now
-        return np.where(fits[rows, self.seen.plan] & ~pays, self.seen.plan, plan)
+            return np.asarray(cost.argmin(axis=1))
+        running = np.take_along_axis(cost, self.seen.plan[:, None], axis=1)[:, 0]
+        plan = (cost + switch).argmin(axis=1)
+        other = np.take_along_axis(cost + switch, plan[:, None], axis=1)[:, 0]
+        return np.where(other < running, plan, self.seen.plan)
+
+    def _ahead(self, time: Floats, situation: Situation, levers: Levers) -> list[tuple[float, Floats]]:
+        """Return, for each window of the horizon, its weight and every plan's expected time; infinite if too large.
+
+        Args:
+            time: shape (n, plans), time of a window under each plan if nothing happens.
+            situation: what is known before the next window.
+            levers: adjustments; those of dips apply to the next window.
+        """
+        windows = max(math.ceil(self.settings.horizon), 1)
+        horizon = self.settings.horizon or 1.0
+        chances = self._chances(windows, levers)
+        peaks = self.lanes.pool.peak_bytes(self.length * (1 + self.settings.reserve))
+        lost = self._lost(time, situation.switch_s)
+        found: list[tuple[float, Floats]] = []
+        former, risks = None, (time, time)
+        for window in range(windows):
+            budget = situation.budget[:, min(window, LOOK_AHEAD - 1)]
+            if former is None or not np.array_equal(budget, former):
+                former, risks = budget, self._risks(budget, window, levers, any_dip=bool(chances.any()))
+            chance = chances[:, window, None]
+            expected = time + lost * ((1 - chance) * risks[0] + chance * risks[1])
+            found.append((min(1.0, horizon - window), self._fitting(expected, peaks, budget, time)))
+        return found
+
+    def _fitting(self, expected: Floats, peaks: Floats, budget: Floats, time: Floats) -> Floats:
+        """Return infinity in place of the cost of plans that do not fit; the leanest plan of each lane always does."""
+        fits = self.lanes.pool.there & (peaks <= budget[:, None])
+        cost = np.where(fits, expected, np.inf)
+        none, lean = np.flatnonzero(~fits.any(axis=1)), self.lanes.pool.leanest
+        cost[none, lean[none]] = time[none, lean[none]]
+        return cost
+
+    def _chances(self, windows: int, levers: Levers) -> Floats:
+        """Return the probability that a dip begins in each of the next windows, shape (n, windows)."""
+        chances = self.dips.chances(windows).copy()
+        moved = (levers.dip_odds != 0) & (self.dips.count > 0)
+        if moved.any():
+            first = np.clip(chances[:, 0], 1e-4, 1 - 1e-4)
+            odds = np.exp(levers.dip_odds) * first / (1 - first)
+            chances[:, 0] = np.where(moved, odds / (1 + odds), chances[:, 0])
+        return chances
+
+    def _risks(self, budget: Floats, window: int, levers: Levers, *, any_dip: bool) -> tuple[Floats, Floats]:
+        """Return each plan's probability of running out of memory without and with a dip, shape (n, plans) each.
+
+        No plan has a lower peak than the leanest one, so its own risk cannot be avoided and is left out.
+        """
+        leanest, length = self.lanes.pool.leanest[:, None], np.log(self.length)[:, None]
+
+        def beyond(available: Floats, use: int | None, unsure: Floats | float) -> Floats:
+            room = self._rooms.log_longest(available, use) - length
+            chance = self.rises.exceed(room, levers.caution, unsure)
+            return np.asarray(np.maximum(chance - np.take_along_axis(chance, leanest, axis=1), 0.0))
+
+        usual = beyond(budget, window, 0.0) if self.settings.rise else np.zeros_like(self.lanes.pool.constant)
+        if not any_dip:
+            return usual, usual
+        low = np.minimum(budget, np.exp(self.dips.level))
+        return usual, np.maximum(beyond(low, None, self.dips.deviation), usual)
+
+    def _lost(self, time: Floats, switch_s: Floats) -> Floats:
+        """Return the time that running out of memory costs, shape (n, plans).
+
+        The lost part and the repetition under the leanest plan replace the window's own time.
+        """
+        lean = np.take_along_axis(time, self.lanes.pool.leanest[:, None], axis=1)
+        return (self.settings.retry - 1) * time + lean + 2 * self._in_windows(switch_s, time)
+
+    def _in_windows(self, seconds: Floats, time: Floats) -> Floats:
+        """Return seconds in the unit of ``time``, shape (n, 1); 0 before the first window."""
+        if self.seen is None:
+            return np.zeros((len(seconds), 1))
+        running = np.take_along_axis(time, self.seen.plan[:, None], axis=1)
+        return np.asarray(seconds[:, None] / np.maximum(self.seen.window_s, 1e-12)[:, None] * running)
+
+    def _note_free(self, budget: Floats, plan: Indices) -> None:
+        """Note how much of the next window's budget the plans leave free for a dip."""
+        level = np.minimum(np.exp(self.dips.level), budget)
+        ready = self.lanes.pool.peak_of(plan, self.length) <= level
+        likely = self.dips.chances(1)[:, 0] > _LIKELY
+        self.left_free = np.where(ready & likely, 1 - level / budget, 0.0)
 
     def observe(self, seen: Seen) -> None:
         """Update the estimates with the measurements of a window."""
         if self.settings.rise:
             former = seen.length if self.seen is None else self.length
-            self.rises.learn(np.log(seen.longest / former) + seen.dip)
-        self.dip = np.where(seen.dip > DIP, seen.dip, self.dip)
+            self.rises.learn(np.log(seen.longest / former))
+        self.dips.learn(seen.dip, np.log(seen.budget))
         self.seen = seen
         self.length = seen.length
         rows, pool = np.arange(len(self.lanes)), self.lanes.pool
@@ -341,21 +476,6 @@ class Planner:
             length: shape (n,), sequence length relative to the profiled one.
         """
         return self.lanes.pool.seconds_of(plan, self.belief.mean, length)
-
-    def _risk(self, time: Floats, budget: Floats, switch_s: Floats, levers: Levers) -> Floats:
-        """Return the expected cost of running out of memory, in the unit of ``time``, shape (n, plans)."""
-        pool, window_s = self.lanes.pool, None if self.seen is None else self.seen.window_s
-        room = pool.longest(budget) / self.length[:, None]
-        chance = self.rises.exceed(np.log(room), levers.caution)
-        lean = np.take_along_axis(time, pool.leanest[:, None], axis=1)
-        # The lost part and the repetition under the leanest plan replace the window's own time.
-        lost = (self.settings.retry - 1) * time + lean
-        if window_s is not None:
-            running = np.take_along_axis(time, self.plan[:, None], axis=1)
-            lost = lost + 2 * switch_s[:, None] / np.maximum(window_s, 1e-12)[:, None] * running
-        # No plan has a lower peak than the leanest one, so the risk of the leanest plan cannot be avoided.
-        least = np.take_along_axis(chance, pool.leanest[:, None], axis=1)
-        return np.asarray(np.maximum(chance - least, 0.0) * lost)
 
     def _factor(self, levers: Levers) -> Floats:
         """Return the expected cost of each unit relative to its profile, shape (n, max_units, precisions)."""
