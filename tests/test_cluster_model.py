@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autotune.cost_model.cluster.constants import Constants, fitted, meanings
@@ -91,6 +91,7 @@ def test_parts_of_a_step_are_not_negative_and_sum_to_its_time(
 
 
 @given(MODELS, LAYOUTS)
+@example(LLAMA, Layout(replicas=2, cp=2, sequence=512))
 def test_a_larger_micro_batch_takes_more_memory_and_more_time(model: Transformer, layout: Layout) -> None:
     larger = replace(layout, micro_batch=layout.micro_batch + 1)
     assert peak(model, larger) > peak(model, layout)

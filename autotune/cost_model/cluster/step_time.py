@@ -179,8 +179,10 @@ def _sharding(
     edges += gather_seconds(ends * layout.reduce_bytes, group, stride, machine, constants)
     if layout.keeps_gathered:
         return 0.0, _visible(layers * (gather + scatter) + edges / 2, 0.0, constants) + copies
-    visible = layers * (_visible(gather, ahead, constants) + _visible(gather + scatter, back, constants))
-    return visible + edges, _visible(copies, layers * back, constants)
+    each = _visible(gather + scatter, back, constants)
+    # What replicas exchange hides behind the same backward pass, which can hide every second only once.
+    last = _visible(gather + scatter + copies / layers, back, constants)
+    return layers * (_visible(gather, ahead, constants) + each) + edges, layers * (last - each)
 
 
 def _visible(moving: float, computing: float, constants: Constants) -> float:
