@@ -104,13 +104,14 @@ def command(
     given = [name for name, value in many.items() if value is not None]
     if devices is not None or (job is None and given):
         from autotune.cli.plan_costs import Costs
-        from autotune.cli.plan_devices import Asked, Sizes, run
+        from autotune.cli.plan_devices import run
+        from autotune.cli.plan_question import Asked, Sizes
 
         sizes = Sizes(job=job, config=config, numbers=numbers, sequence=sequence)
         asked = Asked(
             sizes=sizes,
             device=device,
-            devices=devices or "1",
+            devices="1" if devices is None else devices,
             per_node=per_node,
             link=link,
             inner_link=inner_link,
