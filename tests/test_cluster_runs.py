@@ -65,6 +65,8 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     assert split > tokens
     bound, _ = longest_sequence(asked(model=replace(SEVEN, positions=4096)), fitted())
     assert bound == 4096
+    short, _ = longest_sequence(asked(model=replace(SEVEN, positions=512)), fitted())
+    assert short == 512
 
 
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
@@ -219,6 +221,9 @@ def test_costs_choose_the_cheapest_within_a_time_and_the_fastest_within_a_cost(
 BAD: dict[str, tuple[list[str], str]] = {
     "price without currency": (["--tokens", "1T", "--price", "2.5"], "'2.5' has no currency"),
     "price without tokens": (["--price", "2.5USD"], "needs the tokens of the run"),
+    "watts without tokens": (["--watts", "300"], "--watts: needs the tokens of the run"),
+    "sequences of no mesh": (["--find", "sequence", "--plan", "tp=3"], "a mesh of 3 does not divide 8 devices"),
+    "micro-batches of no mesh": (["--find", "micro-batch", "--plan", "tp=3"], "a mesh of 3 does not divide 8 devices"),
     "two currencies": (["--tokens", "1T", "--price", "2USD", "--within-cost", "9EUR"], "in EUR, the price in USD"),
     "impossible time": (["--tokens", "1T", "--within", "1h"], "no plan is within the given time and cost"),
     "unknown target": (["--export", "megatronn"], "did you mean 'megatron'"),

@@ -161,6 +161,12 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no job": (["--device", "h100"], "no job is named"),
     "no devices": ([*SIZES, "--device", "h100", "--devices", "none"], "whole numbers from 1"),
     "option of many devices": ([JOB, "--device", "h100", "--seq", "64"], "--seq is for layouts of many devices"),
+    "link of one device": ([JOB, "--device", "h100", "--inner-link", "9GB/s"], "--inner-link is for layouts of many"),
+    "figure of one device": (
+        [JOB, "--device", "h100", "--figure", "no.png"],
+        "--figure is for layouts of many devices",
+    ),
+    "node of one device": ([JOB, "--device", "h100", "--per-node", "4"], "--per-node is for layouts of many devices"),
     "unknown choice": ([*SIZES, *ON, "--plan", "tpp=2"], "did you mean 'tp'"),
     "rate without unit": ([*SIZES, *ON, "--link", "400"], "a rate with its unit"),
     "share as budget": ([*SIZES, *ON, "--memory-budget", "50%"], "a size, as in 70GiB"),

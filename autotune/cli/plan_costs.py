@@ -37,6 +37,7 @@ class Costs:
         values = {
             "--tokens": self.tokens,
             "--price": self.price,
+            "--watts": self.watts,
             "--carbon-intensity": self.carbon_intensity,
             "--within": self.within,
             "--within-cost": self.within_cost,

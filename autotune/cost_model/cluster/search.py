@@ -155,7 +155,7 @@ def search(question: Question, constants: Constants, *, count: int = 5, limit_s:
     began = time.perf_counter()
     candidates = sorted(_candidates(question, constants), key=lambda one: one.bound)
     if not candidates:
-        raise InputError(_no_mesh(question), where="plan", allowed="other devices, batch, sequence or fixed choices")
+        raise InputError(no_mesh(question), where="plan", allowed="other devices, batch, sequence or fixed choices")
     found = _Found(count)
     gap = 0.0
     for candidate in candidates:
@@ -166,7 +166,7 @@ def search(question: Question, constants: Constants, *, count: int = 5, limit_s:
             break
         found.consider_all(candidate, question, constants)
     if not found.best and not found.too_large:
-        raise InputError(_no_mesh(question), where="plan", allowed="other devices, batch, sequence or fixed choices")
+        raise InputError(no_mesh(question), where="plan", allowed="other devices, batch, sequence or fixed choices")
     if not found.best:
         raise BudgetError(
             f"no layout of {question.devices} devices fits: the smallest needs {found.least / 1e9:.1f} GB on a rank",
@@ -365,8 +365,12 @@ def _sharded(staged: Layout, question: Question) -> Iterator[Layout]:
                 yield replace(staged, shard=shard, replicas=dp // shard, **{**settings, **question.states})
 
 
-def _no_mesh(question: Question) -> str:
-    """Return why no mesh suits a question: which given choice is impossible, or all that has to fit together."""
+def no_mesh(question: Question) -> str:
+    """Return why no mesh suits a question: which given choice is impossible, or all that has to fit together.
+
+    Args:
+        question: what is asked.
+    """
     reason = _impossible_split(question) or _impossible_repetition(question)
     if reason is not None:
         return reason
