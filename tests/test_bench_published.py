@@ -160,6 +160,7 @@ ODD: dict[str, tuple[str, str, tuple[str, str], str]] = {
         "sharding is 'half_shard'; did you mean 'full_shard'",
     ),
     "contradictory batch": (FSDP, GOOD, (",64,10000", ",65,10000"), "global_batch is 65 (allowed: 64"),
+    "no products of 8 bits": (MESHES, MESH, ("h100_96gb_500w", "a100"), "products are of 8 bits, which NVIDIA A100"),
     "unknown device": (FSDP, GOOD, ("h100_80gb", "abacus"), "gpu is 'abacus' (allowed: gb200"),
     "more cells than columns": (FSDP, GOOD, (",10000,", ",10000,7,"), "has more cells than columns"),
 }

@@ -167,6 +167,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         "--figure is for layouts of many devices",
     ),
     "node of one device": ([JOB, "--device", "h100", "--per-node", "4"], "--per-node is for layouts of many devices"),
+    "no products of 8 bits": (
+        [*SIZES, "--device", "a100", "--devices", "8", "--plan", "float8=yes"],
+        "--plan: float8=yes: NVIDIA A100",
+    ),
     "unknown choice": ([*SIZES, *ON, "--plan", "tpp=2"], "did you mean 'tp'"),
     "rate without unit": ([*SIZES, *ON, "--link", "400"], "a rate with its unit"),
     "share as budget": ([*SIZES, *ON, "--memory-budget", "50%"], "a size, as in 70GiB"),

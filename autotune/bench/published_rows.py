@@ -142,7 +142,9 @@ _GBITS = re.compile(r"([\d,]+)\s*Gb(?:ps|it/s)", re.IGNORECASE)
 
 def _row(cells: Cells, model: Transformer, layout: Layout, **measured: Any) -> PublishedRow:
     _require_sense(cells, model, layout)
-    seconds = measured["seconds"]
+    seconds, machine = measured["seconds"], measured["machine"]
+    if layout.float8 and not machine.float8:
+        raise InputError(f"products are of 8 bits, which {machine.name} does not have", allowed="16 bits")
     if not _SECONDS[0] <= seconds <= _SECONDS[1]:
         raise InputError(f"a step took {seconds:.3g} s", allowed=f"{_SECONDS[0]:g} to {_SECONDS[1]:g} s")
     return PublishedRow(source="", kind="", line=0, device=cells.text("gpu"), model=model, layout=layout, **measured)

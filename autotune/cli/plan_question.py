@@ -141,6 +141,8 @@ def question_of(asked: Asked, model: Transformer, sequence: int, machine: Machin
 
     fixed, settings = parse_choices(asked.plan)
     settings["trainable"] = _trainable(asked.trainable)
+    if settings.get("float8") and not machine.float8:
+        raise InputError(f"float8=yes: {machine.name} has no products of 8 bits", where="--plan", allowed="float8=no")
     limits: dict[str, Any] = {}
     defaults: dict[str, Any] = {"compiled": True}
     if asked.export is not None:
