@@ -93,6 +93,9 @@ def test_megatron_gets_arguments_of_its_layout() -> None:
     ):
         assert line in lines
     assert "--grad-reduce-in-bf16" not in megatron(reduce_bytes=4)
+    assert "--overlap-grad-reduce" in lines
+    assert "--overlap-grad-reduce" in megatron(shard=8)
+    assert "--overlap-grad-reduce" not in megatron(shard=8, pp=4)
 
 
 def test_megatron_gets_the_model_that_was_estimated() -> None:

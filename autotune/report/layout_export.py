@@ -128,6 +128,8 @@ def to_megatron(estimate: Estimate) -> str:
         "bf16": True,
         "use-distributed-optimizer": True,
         "grad-reduce-in-bf16": layout.reduce_bytes == 2,
+        # Estimates hide reductions and gathers except where whole stages wait for one another.
+        **dict.fromkeys(("overlap-grad-reduce", "overlap-param-gather"), layout.pp == 1 or layout.virtual_stages > 1),
         "use-flash-attn": layout.fused_attention,
         "group-query-attention": model.kv_heads != model.heads,
         "swiglu": model.gated,
