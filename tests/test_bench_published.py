@@ -131,6 +131,77 @@ def test_rows_with_gaps_unknown_devices_or_odd_columns_are_skipped_with_one_line
     assert len(document["skipped"]) == len(bad) + 1
 
 
+PIPELINES = "gpu,gpus,size,hidden,layers,heads,vocab,seq_len,zero_stage,dp,tp,pp,micro_batch,global_batch,"
+PIPELINES += "peak_memory_gb,seconds_per_step\n"
+PIPELINE = "a100_80gb,384,200B,14400,,,,2048,1,12,8,4,1,2040,47,189.06\n"
+MESHES = "model,gpu,gpus,dp_shard,tp,pp,cp,seq_len,local_batch,global_batch,activation_checkpointing,compile,float8,"
+MESHES += "async_tp,schedule,tokens_per_s_per_gpu,peak_memory_gib\n"
+MESH = "llama3.1-405b,h100_96gb_500w,512,8,8,8,1,8192,32,256,full,1,1,1,1F1B,100,82.5\n"
+
+ODD: dict[str, tuple[str, str, tuple[str, str], str]] = {
+    "text as a stage": (PIPELINES, PIPELINE, (",1,12,", ",two,12,"), "zero_stage is 'two' (allowed: 0, 1, 2, 3)"),
+    "size of two points": (PIPELINES, PIPELINE, ("200B", "9.9.9B"), "size is '9.9.9B' (allowed: billions"),
+    "endless width": (PIPELINES, PIPELINE, ("14400", "1" + 14 * "0"), "hidden is '100000000000000' (allowed: a whole"),
+    "more stages than layers": (PIPELINES, PIPELINE, (",14400,,", ",14400,3,"), "pp is 4 (allowed: at most 3 layers"),
+    "other number of devices": (PIPELINES, PIPELINE, (",384,", ",385,"), "gpus is 385 (allowed: 384, as its mesh has)"),
+    "heads that tp does not divide": (PIPELINES, PIPELINE, (",14400,,,", ",14400,,90,"), "tp is 8 (allowed: a divisor"),
+    "batch that does not divide": (PIPELINES, PIPELINE, ("2040", "2041"), "global_batch is 2041 (allowed: 2040"),
+    "no time": (PIPELINES, PIPELINE, ("189.06", "1e-300"), "seconds_per_step is '1e-300'"),
+    "unknown checkpointing": (MESHES, MESH, (",full,", ",some,"), "activation_checkpointing is 'some' (allowed: none"),
+    "unknown flag": (MESHES, MESH, (",1,1,1,1F1B", ",1,2,1,1F1B"), "float8 is '2' (allowed: 1, 1.0, true"),
+    "unknown schedule": (MESHES, MESH, ("1F1B", "2F2B"), "schedule is '2f2b' (allowed: 1f1b"),
+    "other batch": (MESHES, MESH, (",256,", ",257,"), "global_batch is 257 (allowed: 256"),
+    "very many devices": (FSDP, GOOD, (",8,h100", ",800000000000000,h100"), "gpus is '800000000000000' (allowed: a"),
+    "unknown reduction": (FSDP, GOOD, ("DEFAULT", "MIXED"), "mp_mode is 'mixed' (allowed: pure, default"),
+    "unknown sharding": (
+        FSDP,
+        GOOD,
+        ("FULL_SHARD", "HALF_SHARD"),
+        "sharding is 'half_shard'; did you mean 'full_shard'",
+    ),
+    "contradictory batch": (FSDP, GOOD, (",64,10000", ",65,10000"), "global_batch is 65 (allowed: 64"),
+    "no products of 8 bits": (MESHES, MESH, ("h100_96gb_500w", "a100"), "products are of 8 bits, which NVIDIA A100"),
+    "unknown device": (FSDP, GOOD, ("h100_80gb", "abacus"), "gpu is 'abacus' (allowed: gb200"),
+    "more cells than columns": (FSDP, GOOD, (",10000,", ",10000,7,"), "has more cells than columns"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_rows_that_make_no_sense_are_skipped_with_what_would(case: str, tmp_path: Path) -> None:
+    head, row, (old, new), message = ODD[case]
+    assert old in row
+    (tmp_path / "a.csv").write_text(head + row + row.replace(old, new))
+    found = read_published(tmp_path)
+    assert len(found.rows) == 1
+    (line,) = found.skipped
+    assert line.startswith(f"a.csv, line 3: {message}")
+
+
+def test_the_vocabulary_of_a_row_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(PIPELINES + PIPELINE + PIPELINE.replace(",14400,,,,", ",14400,,,50304,"))
+    (tmp_path / "b.csv").write_text(FSDP.replace("section", "vocab,section") + "50432," + GOOD)
+    bloom, other, mpt = read_published(tmp_path).rows
+    assert (bloom.model.vocab, other.model.vocab, mpt.model.vocab) == (250_880, 50_304, 50_432)
+    assert other.model.layers >= bloom.model.layers
+
+
+def test_steps_of_several_local_batches_and_given_virtual_stages_are_read(tmp_path: Path) -> None:
+    row = MESH.replace(",256,full", ",512,full").replace("\n", ",8\n")
+    (tmp_path / "a.csv").write_text(MESHES.replace("\n", ",virtual_stages\n") + row)
+    (found,) = read_published(tmp_path).rows
+    assert found.layout.global_batch == 512
+    assert (found.layout.virtual_stages, found.layout.micro_batch, found.layout.micro_batches) == (8, 1, 64)
+
+
+@pytest.mark.parametrize("cell", ["9" * 200_000, '"' + "9" * 200_000])
+def test_a_damaged_file_is_one_line(cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.csv").write_text(FSDP + GOOD + GOOD.replace("10000", cell))
+    assert run(["bench", "published", "--data", str(tmp_path), "--runs-dir", str(tmp_path / "runs")]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("autotune: ")]
+    assert len(told) == 1
+    assert "a.csv, after line 2: is damaged (field larger than field limit" in told[0]
+
+
 def test_the_link_between_nodes_is_read_from_a_sections_title(tmp_path: Path) -> None:
     slow = GOOD.replace("H100,7b", "A100 80GB with 800 Gbps node-node interconnect (RoCE),7b").replace("h100", "a100")
     (tmp_path / "a.csv").write_text(FSDP + slow)

@@ -1,17 +1,15 @@
-"""Tests of what just fits, exported settings, and the costs of whole runs on many devices."""
+"""Tests of what just fits, and the costs of whole runs on many devices."""
 
 from __future__ import annotations
 
 import json
 import math
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +25,6 @@ from autotune.cost_model.cluster.run_cost import Money, front, parse_tokens, run
 from autotune.cost_model.cluster.search import Question
 from autotune.cost_model.cluster.transformer import Transformer
 from autotune.errors import BudgetError, InputError
-from autotune.report.layout_export import export_layout
 
 H100 = find_machine("h100")
 SEVEN = Transformer(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128_256, gated=True)
@@ -68,6 +65,8 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     assert split > tokens
     bound, _ = longest_sequence(asked(model=replace(SEVEN, positions=4096)), fitted())
     assert bound == 4096
+    short, _ = longest_sequence(asked(model=replace(SEVEN, positions=512)), fitted())
+    assert short == 512
 
 
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
@@ -95,80 +94,6 @@ def test_what_just_fits_is_an_estimate(find: str, capsys: pytest.CaptureFixture[
 def laid_out(**choices: Any) -> Estimate:
     layout = Layout(sequence=8192, micro_batch=2, micro_batches=8, compiled=True, **choices)
     return estimate_layout(SEVEN, layout, H100, fitted())
-
-
-def test_torchtitan_gets_its_parallelism_and_batches() -> None:
-    estimate = laid_out(replicas=2, shard=4, tp=2, pp=4, cp=2, checkpointing="selective")
-    found = tomllib.loads(export_layout(estimate, "torchtitan"))
-    degrees = {name: value for name, value in found["parallelism"].items() if name.endswith("degree")}
-    assert math.prod(degrees.values()) == estimate.layout.devices
-    assert found["parallelism"]["pipeline_parallel_microbatch_size"] == 2
-    assert found["training"] == {"local_batch_size": 16, "seq_len": 8192, "global_batch_size": 128}
-    assert found["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
-    assert found["compile"] == {"enable": True}
-
-
-def test_megatron_gets_arguments_of_its_layout() -> None:
-    settings = {"zero_stage": 1, "fp32_weights": False}
-    estimate = laid_out(shard=4, tp=4, pp=4, virtual_stages=2, checkpointing="full", checkpointed=0.5, **settings)
-    lines = export_layout(estimate, "megatron").splitlines()
-    for line in (
-        "--tensor-model-parallel-size 4",
-        "--pipeline-model-parallel-size 4",
-        "--global-batch-size 64",
-        "--num-query-groups 8",
-        "--swiglu",
-        "--sequence-parallel",
-        "--num-layers-per-virtual-pipeline-stage 4",
-        "--recompute-num-layers 2",
-    ):
-        assert line in lines
-
-
-def test_deepspeed_gets_batches_that_multiply() -> None:
-    estimate = laid_out(shard=8, tp=2)
-    found = json.loads(export_layout(estimate, "deepspeed"))
-    ranks = estimate.layout.devices // 2
-    product = found["train_micro_batch_size_per_gpu"] * found["gradient_accumulation_steps"] * ranks
-    assert found["train_batch_size"] == product
-    assert found["zero_optimization"]["stage"] == 3
-    assert found["tensor_parallel"] == {"autotp_size": 2}
-
-
-def test_accelerate_gets_a_configuration_whose_names_it_knows() -> None:
-    from accelerate.commands.launch import launch_command_parser
-
-    known = {action.dest for action in launch_command_parser()._actions}
-    found = yaml.safe_load(export_layout(laid_out(replicas=2, shard=8, checkpointing="full"), "accelerate"))
-    assert (found["num_machines"], found["num_processes"]) == (2, 16)
-    assert set(found["parallelism_config"]) <= known
-    assert set(found["fsdp_config"]) <= known
-    assert found["fsdp_config"]["fsdp_activation_checkpointing"] is True
-
-
-@pytest.mark.parametrize(
-    ("target", "choices", "message"),
-    [
-        ("torchtitan", {"zero_stage": 1}, "shards states as ZeRO stage 1"),
-        ("megatron", {}, "shards states as ZeRO stage 3"),
-        ("deepspeed", {"pp": 2}, "has 2 pipeline stages"),
-        ("deepspeed", {"cp": 2}, "splits sequences over 2 ranks"),
-        ("accelerate", {"pp": 2}, "has 2 pipeline stages"),
-        ("accelerat", {}, "did you mean 'accelerate'"),
-    ],
-)
-def test_programs_that_cannot_express_a_layout_are_refused(target: str, choices: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        export_layout(laid_out(**choices), target)
-
-
-@pytest.mark.parametrize("target", ["torchtitan", "megatron", "deepspeed", "accelerate"])
-def test_the_search_finds_what_the_program_can_express(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "settings"
-    assert run([*BASE, "--devices", "8", "--export", target, "--output", str(path), "--json"]) == 0
-    assert path.read_text() == json.loads(capsys.readouterr().out)["exported"]
 
 
 def test_a_run_takes_its_tokens_over_its_rate() -> None:
@@ -296,6 +221,9 @@ def test_costs_choose_the_cheapest_within_a_time_and_the_fastest_within_a_cost(
 BAD: dict[str, tuple[list[str], str]] = {
     "price without currency": (["--tokens", "1T", "--price", "2.5"], "'2.5' has no currency"),
     "price without tokens": (["--price", "2.5USD"], "needs the tokens of the run"),
+    "watts without tokens": (["--watts", "300"], "--watts: needs the tokens of the run"),
+    "sequences of no mesh": (["--find", "sequence", "--plan", "tp=3"], "a mesh of 3 does not divide 8 devices"),
+    "micro-batches of no mesh": (["--find", "micro-batch", "--plan", "tp=3"], "a mesh of 3 does not divide 8 devices"),
     "two currencies": (["--tokens", "1T", "--price", "2USD", "--within-cost", "9EUR"], "in EUR, the price in USD"),
     "impossible time": (["--tokens", "1T", "--within", "1h"], "no plan is within the given time and cost"),
     "unknown target": (["--export", "megatronn"], "did you mean 'megatron'"),

@@ -147,11 +147,31 @@ def test_divisors_are_all_of_them() -> None:
         ({"pp": 8}, "pp=8 stages cannot hold 12 layers"),
         ({"tp": 2, "pp": 16}, "a mesh of 32 does not divide 16"),
         ({"dp": 5}, "a mesh of 5 does not divide"),
+        ({"dp": 8, "shard": 3}, "dp=8 is not replicas x shard, of which 3 is given"),
+        ({"zero_stage": 1, "shard": 2, "dp": 4}, "no mesh of 16 devices suits .* zero=1"),
+        ({"zero_stage": 2, "pp": 2}, "zero=2 shards gradients"),
+        ({"pp": 1, "virtual_stages": 2}, "virtual_stages=2 needs more than one pipeline stage"),
+        ({"pp": 4, "virtual_stages": 2}, "virtual_stages=2 of pp=4 stages cannot hold 12 layers"),
+        ({"cp": 16, "tp": 1}, "cp=16 does not split sequences of 2072"),
+        ({"micro_batch": 4096}, "micro_batch=4096 exceeds steps of 2048 sequences"),
     ],
 )
 def test_impossible_meshes_are_refused_with_the_reason(fixed: dict[str, int], message: str) -> None:
+    sequence = 2072 if "cp" in fixed else 2048
     with pytest.raises(InputError, match=message):
-        search(asked(fixed=fixed), fitted())
+        search(asked(fixed=fixed, sequence=sequence), fitted())
+
+
+def test_virtual_stages_hold_equal_parts_and_may_be_given() -> None:
+    every = list(layouts(asked(HUGE, 512, sequence=8192, fixed={"tp": 8, "cp": 1, "zero_stage": 1})))
+    assert {one.virtual_stages for one in every} == {1, 2, 4, 8}
+    for one in every:
+        stages = one.pp * one.virtual_stages
+        assert stages == 1 or HUGE.layers % stages == 0 or (HUGE.layers + 2) % stages == 0
+    fixed = {"pp": 2, "virtual_stages": 3, "zero_stage": 1}
+    given = list(layouts(asked(fixed=fixed)))
+    assert given
+    assert {(one.pp, one.virtual_stages) for one in given} == {(2, 3)}
 
 
 def test_a_batch_that_no_mesh_divides_is_refused() -> None:

@@ -161,11 +161,24 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no job": (["--device", "h100"], "no job is named"),
     "no devices": ([*SIZES, "--device", "h100", "--devices", "none"], "whole numbers from 1"),
     "option of many devices": ([JOB, "--device", "h100", "--seq", "64"], "--seq is for layouts of many devices"),
+    "link of one device": ([JOB, "--device", "h100", "--inner-link", "9GB/s"], "--inner-link is for layouts of many"),
+    "figure of one device": (
+        [JOB, "--device", "h100", "--figure", "no.png"],
+        "--figure is for layouts of many devices",
+    ),
+    "node of one device": ([JOB, "--device", "h100", "--per-node", "4"], "--per-node is for layouts of many devices"),
+    "no products of 8 bits": (
+        [*SIZES, "--device", "a100", "--devices", "8", "--plan", "float8=yes"],
+        "--plan: float8=yes: NVIDIA A100",
+    ),
     "unknown choice": ([*SIZES, *ON, "--plan", "tpp=2"], "did you mean 'tp'"),
     "rate without unit": ([*SIZES, *ON, "--link", "400"], "a rate with its unit"),
     "share as budget": ([*SIZES, *ON, "--memory-budget", "50%"], "a size, as in 70GiB"),
     "all parameters and more": ([*SIZES, *ON, "--trainable", "200%"], "a share above 0"),
     "missing configuration": (["--config", "nowhere.json", *ON], "nowhere.json"),
+    "empty number of devices": ([*SIZES, "--device", "h100", "--devices", ""], "whole numbers from 1"),
+    "configuration and sizes": (["--config", __file__, *SIZES, *ON], "--config cannot be combined with --layers"),
+    "job and sizes": ([JOB, "--kv-heads", "2", *ON], "JOB cannot be combined with --kv-heads"),
     "two descriptions": ([JOB, "--config", __file__, *ON], "--config cannot be combined with JOB"),
     "not a transformer": (["digits", *ON], "is not recognised as a transformer"),
     "too large": ([*SIZES, *ON, "--memory-budget", "1GiB"], "no layout of 16 devices fits"),
@@ -179,3 +192,44 @@ def test_bad_input_gets_one_line_and_exit_code_2(case: str, capsys: pytest.Captu
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("autotune: ")]
     assert len(told) == 1
     assert message in told[0]
+
+
+UNUSED: dict[str, tuple[list[str], str]] = {
+    "export": (["--export", "megatron"], "cannot be combined with --export"),
+    "output": (["--output", "{}/plan.json"], "cannot be combined with --output"),
+    "tokens": (["--tokens", "1T"], "cannot be combined with --tokens"),
+    "figure": (["--tokens", "1T", "--figure", "{}/front.png"], "cannot be combined with --tokens"),
+    "failures": (["--failures", "0.001"], "cannot be combined with --failures"),
+    "several numbers": (["--devices", "8,16"], "cannot be combined with several --devices"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_options_that_finding_limits_would_ignore_are_refused(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = UNUSED[case]
+    arguments = [one.format(tmp_path) for one in arguments]
+    assert run(["plan", *SIZES, *ON, "--find", "micro-batch", *arguments]) == 2
+    assert f"--find: {message}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_figure_and_an_output_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one"
+    same = ["--figure", str(path), "--output", f"{tmp_path}/../{tmp_path.name}/one"]
+    assert run(["plan", *SIZES, *ON, "--tokens", "1B", *same]) == 2
+    assert "--output: is also the file of --figure" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_nothing_is_written_if_the_chosen_plan_cannot_be_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure, output = tmp_path / "front.png", tmp_path / "settings"
+    written = ["--tokens", "1B", "--figure", str(figure), "--output", str(output)]
+    assert run(["plan", *SIZES, *ON, *written, "--export", "deepspeed", "--plan", "pp=2"]) == 2
+    assert "no setting for pp=2" in capsys.readouterr().err
+    assert run(["plan", *SIZES, *ON, *written, "--within", "1m"]) == 2
+    assert "no plan is within the given time" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

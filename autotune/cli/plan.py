@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Share of the usable memory that stays free for what an estimate does not include: memory of the kernels themselves,
 # and fragmentation.
 _HEADROOM = 0.1
+# Devices of a node, and layouts that are shown, unless options say otherwise.
+_PER_NODE, _TOP = 8, 5
 
 
 def command(
@@ -56,11 +58,11 @@ def command(
     global_batch: options.GlobalBatch = None,
     fixed: options.Fixed = "",
     trainable: options.Trainable = None,
-    per_node: options.PerNode = 8,
+    per_node: options.PerNode = _PER_NODE,
     link: options.Link = None,
     inner_link: options.InnerLink = None,
     memory_budget: BudgetOption = None,
-    top: options.Top = 5,
+    top: options.Top = _TOP,
     find: options.Find = None,
     export: options.Export = None,
     tokens: options.Tokens = None,
@@ -101,16 +103,19 @@ def command(
     many |= {f"--{name.replace('_', '-')}": value for name, value in numbers.items()}
     many |= {"--plan": fixed or None, "--link": link, "--find": find, "--export": export, "--tokens": tokens}
     many |= {"--price": price, "--within": within, "--within-cost": within_cost, "--failures": failures}
+    many |= {"--inner-link": inner_link, "--watts": watts, "--carbon-intensity": carbon_intensity, "--figure": figure}
+    many |= {"--per-node": per_node if per_node != _PER_NODE else None, "--top": top if top != _TOP else None}
     given = [name for name, value in many.items() if value is not None]
     if devices is not None or (job is None and given):
         from autotune.cli.plan_costs import Costs
-        from autotune.cli.plan_devices import Asked, Sizes, run
+        from autotune.cli.plan_devices import run
+        from autotune.cli.plan_question import Asked, Sizes
 
         sizes = Sizes(job=job, config=config, numbers=numbers, sequence=sequence)
         asked = Asked(
             sizes=sizes,
             device=device,
-            devices=devices or "1",
+            devices="1" if devices is None else devices,
             per_node=per_node,
             link=link,
             inner_link=inner_link,

@@ -32,6 +32,20 @@ class Costs:
     restart_s: float
     figure: Path | None
 
+    def given(self) -> dict[str, Any]:
+        """Return what is given, by option."""
+        values = {
+            "--tokens": self.tokens,
+            "--price": self.price,
+            "--watts": self.watts,
+            "--carbon-intensity": self.carbon_intensity,
+            "--within": self.within,
+            "--within-cost": self.within_cost,
+            "--failures": self.failures,
+            "--figure": self.figure,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
     def parsed(self) -> Priced:
         """Return the values.
 
@@ -42,15 +56,8 @@ class Costs:
         from autotune.cost_model.cluster.failures import Reliability
         from autotune.cost_model.cluster.run_cost import Money, parse_tokens
 
-        needs_tokens = {
-            "--price": self.price,
-            "--carbon-intensity": self.carbon_intensity,
-            "--within": self.within,
-            "--within-cost": self.within_cost,
-            "--figure": self.figure,
-        }
-        for name, value in needs_tokens.items():
-            if value is not None and self.tokens is None:
+        for name in self.given():
+            if self.tokens is None and name != "--failures":
                 raise InputError("needs the tokens of the run", where=name, allowed="--tokens as well, as in 300B")
         price = None if self.price is None else Money.parse(self.price, where="--price")
         most = None if self.within_cost is None else Money.parse(self.within_cost, where="--within-cost")
@@ -112,8 +119,6 @@ class Priced:
         rows = [(one, self._cost(one)) for one in plans]
         chosen = self._choose(rows)
         best = front(rows, lambda row: row[1].seconds, lambda row: _price(row[1]))
-        if self.figure is not None:
-            _draw(rows, best, self.figure)
         account: dict[str, Any] = {
             "tokens": self.tokens,
             "chosen": _row(*chosen),
@@ -123,6 +128,21 @@ class Priced:
         if self.reliability is not None:
             account["failures"] = [self._fares(one) for one, _ in rows]
         return chosen[0], account
+
+    @staticmethod
+    def draw(account: dict[str, Any], path: Path) -> None:
+        """Draw time and cost of all plans, and the front of those that no other one beats.
+
+        Args:
+            account: what :meth:`account` returned.
+            path: the PNG file to write.
+        """
+        from autotune.report.png_figures import draw_run_costs
+
+        unit = account["chosen"]["currency"] or "device-hours"
+        name = "cost" if account["chosen"]["currency"] else "device_hours"
+        points = [[(one["seconds"] / 86_400, one[name]) for one in account[group]] for group in ("runs", "front")]
+        draw_run_costs(points[0], points[1], unit, path)
 
     def _availability(self, plan: Estimate) -> Availability | None:
         from autotune.cost_model.cluster.failures import availability
@@ -206,14 +226,3 @@ def _row(plan: Estimate, cost: RunCost) -> dict[str, Any]:
     from autotune.cli.plan_devices import described
 
     return {"devices": plan.layout.devices, "plan": described(plan), **cost.to_json()}
-
-
-def _draw(
-    rows: Sequence[tuple[Estimate, RunCost]], best: Sequence[tuple[Estimate, RunCost]], path: Path
-) -> None:  # fmt: skip
-    """Draw time and cost of all plans, and the front of those that no other one beats."""
-    from autotune.report.png_figures import draw_run_costs
-
-    unit = best[0][1].currency or "device-hours"
-    points = [[(one.seconds / 86_400, _price(one)) for _, one in group] for group in (rows, best)]
-    draw_run_costs(points[0], points[1], unit, path)

@@ -107,6 +107,19 @@ def parse_choices(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return fixed, settings
 
 
+def option_of(name: str, value: Any) -> str:
+    """Return a choice as people write it, such as ``zero=3`` or ``compile=no``.
+
+    Args:
+        name: field of the layout.
+        value: its value.
+    """
+    option = next((one for one, known in _FIELDS.items() if known == name), name)
+    if isinstance(value, bool):
+        return f"{option}={'yes' if value else 'no'}"
+    return f"{option}={value:g}" if isinstance(value, float) else f"{option}={value}"
+
+
 def parse_rate(text: str, *, where: str) -> float:
     """Return bytes per second from a rate such as ``400GB/s`` or ``3200Gbit/s``.
 

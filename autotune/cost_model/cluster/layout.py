@@ -114,6 +114,20 @@ class Layout:
         return self.zero_stage == 3 and self.sharding > 1
 
     @property
+    def tuned(self) -> bool:
+        """Return whether blocks run on kernels written for the device, as Megatron-LM runs them on Transformer Engine.
+
+        Programs with 16-bit weights have them where operations are fused or products are of 8 bits: attention is that
+        of cuDNN or FlashAttention-3, and inputs of 8-bit products are saved in 8 bits.
+        """
+        return not self.fp32_weights and self.fused_attention and (self.compiled or self.float8)
+
+    @property
+    def fuses(self) -> bool:
+        """Return whether cheap operations are fused, by torch.compile or by kernels of their own."""
+        return self.compiled or self.tuned
+
+    @property
     def keeps_gathered(self) -> bool:
         """Return whether gathered weights stay until the step ends, as FSDP keeps them in pipelines."""
         return self.gathers and self.pp > 1

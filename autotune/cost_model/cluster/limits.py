@@ -9,7 +9,7 @@ from dataclasses import replace
 from autotune.cost_model.cluster.constants import Constants
 from autotune.cost_model.cluster.layout import Layout
 from autotune.cost_model.cluster.memory import predict_memory
-from autotune.cost_model.cluster.search import Question, layouts
+from autotune.cost_model.cluster.search import Question, layouts, no_mesh
 from autotune.errors import BudgetError, InputError
 
 # Most devices that are tried, and the steps in which sequences are tried: every rank of context parallelism gets two
@@ -18,6 +18,7 @@ _MOST_DEVICES = 2**17
 _STEP = 1024
 _LONGEST = 2**27
 _MOST_SEQUENCES = 2**16
+_OTHERS = "other devices or choices"
 
 
 def least_memory(question: Question, constants: Constants) -> tuple[float, Layout] | None:
@@ -70,21 +71,27 @@ def _counts(per_node: int) -> Iterator[int]:
 def longest_sequence(question: Question, constants: Constants) -> tuple[int, Layout]:
     """Return the longest sequence, in steps of 1,024 tokens, with which some layout fits, and that layout.
 
+    A model of fewer positions is tried with all of them.
+
     Args:
         question: what is asked; its sequence is ignored.
         constants: the model's constants.
 
     Raises:
-        BudgetError: if not even 1,024 tokens fit.
+        BudgetError: if not even one step fits.
+        InputError: if no mesh of the devices suits the model.
     """
-    most = (question.model.positions or _LONGEST) // _STEP
+    positions = question.model.positions or _LONGEST
+    step = min(_STEP, positions)
 
     def fitting(steps: int) -> Layout | None:
-        found = least_memory(replace(question, sequence=steps * _STEP), constants)
+        found = least_memory(replace(question, sequence=steps * step), constants)
+        if steps == 1 and found is None:
+            raise InputError(no_mesh(replace(question, sequence=step)), where="plan", allowed=_OTHERS)
         return found[1] if found is not None and found[0] <= question.budget_bytes else None
 
-    steps, layout = _largest(fitting, most, f"{_STEP} tokens")
-    return steps * _STEP, layout
+    steps, layout = _largest(fitting, positions // step, f"{step} tokens")
+    return steps * step, layout
 
 
 def largest_micro_batch(question: Question, constants: Constants) -> tuple[int, Layout]:
@@ -102,7 +109,7 @@ def largest_micro_batch(question: Question, constants: Constants) -> tuple[int, 
     # One layout of each mesh is enough: the largest micro-batch does not depend on how many of them a step has.
     templates = list({replace(one, micro_batches=one.pp): None for one in layouts(lean)})
     if not templates:
-        raise InputError("no mesh of these devices suits the model", where="plan", allowed="other devices or choices")
+        raise InputError(no_mesh(lean), where="plan", allowed=_OTHERS)
 
     def fitting(size: int) -> Layout | None:
         tried = (replace(one, micro_batch=size) for one in templates)

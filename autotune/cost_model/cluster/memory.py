@@ -8,9 +8,9 @@ from autotune.cost_model.cluster.constants import Constants
 from autotune.cost_model.cluster.layout import Layout
 from autotune.cost_model.cluster.transformer import Transformer
 
-# Bytes of a 16-bit and an fp32 number.
-_HALF, _FULL = 2, 4
-# Elements of a bucket in which DeepSpeed and Megatron-LM reduce gradients and gather weights; one of each is in use.
+# Bytes of a number of 8 bits, of 16 bits, and of fp32.
+_NARROW, _HALF, _FULL = 1, 2, 4
+# Elements of a bucket in which DeepSpeed reduces gradients and gathers weights; one of each is in use.
 # Source: DeepSpeed's defaults for reduce_bucket_size and allgather_bucket_size.
 _BUCKET = 5e8
 # Blocks whose gathered weights are alive at once: the one that computes, and the next one.
@@ -21,6 +21,9 @@ _SCORE_BYTES = 5
 # Bytes of one logit under a fused loss: itself, and a copy while the projection's gradient is computed. Losses over a
 # vocabulary that ranks share need another fp32 temporary. Source: torch.distributed.tensor.parallel.loss.
 _FUSED_LOGIT = 4.0
+# Bytes of one logit in Megatron-LM's loss: itself, its softmax in fp32, which becomes its gradient in place, and the
+# gradient in 16 bits. Source: megatron.core.tensor_parallel.cross_entropy.
+_PARALLEL_LOGIT = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +36,10 @@ class MemoryParts:
         optimizer: moments, and fp32 copies of 16-bit weights.
         activations: what blocks save between forward and backward.
         working: the block in its backward pass, and the loss.
-        gathers: weights and gradients gathered for computing, and buckets of reductions.
+        gathers: weights and gradients gathered for computing, buckets of reductions, and what the update needs beyond
+            the activations that are free by then.
         context: what lies outside the allocator.
-        fragmentation: what the allocator reserves and cannot use.
+        fragmentation: what the allocator reserves and cannot use while enough is free.
     """
 
     weights: float
@@ -82,14 +86,21 @@ def saved_bytes(model: Transformer, layout: Layout) -> float:
         model: the transformer.
         layout: the layout; tensor parallelism splits the inner tensors.
 
+    A gate's activation and its product are two tensors, of which fused kernels save one. Transformer Engine saves the
+    inputs of 8-bit products in 8 bits, that of attention's projection beside the result that attention itself needs.
+
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), eq. 1 to 4, without dropout.
     """
-    streams = 4 * model.hidden / (layout.tp if layout.sequence_parallel else 1)
-    inner = 2 * model.attention_width + 2 * model.kv_width + (4 if model.gated else 2) * model.ffn
+    narrow = _NARROW if layout.float8 and layout.tuned else _HALF
+    streams = (2 * _HALF + 2 * narrow) * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    attention = _HALF * (2 * model.attention_width + 2 * model.kv_width)
+    attention += narrow * model.attention_width if narrow < _HALF else 0
+    gate = (3 - layout.fuses) if model.gated else 1
+    inner = attention + (_HALF * gate + narrow) * model.ffn
     scores = 0.0
     if not layout.fused_attention:
         scores = _SCORE_BYTES * model.heads / layout.tp * layout.sequence * layout.tokens
-    return _HALF * layout.tokens * (streams + inner / layout.tp) + scores
+    return layout.tokens * (streams + inner / layout.tp) + scores
 
 
 def _boundary(model: Transformer, layout: Layout) -> float:
@@ -137,8 +148,11 @@ def _stage(model: Transformer, layout: Layout, constants: Constants, stage: int)
     weights, gradients, optimizer = _states(layout, parameters)
     activations = layers * _kept_per_block(model, layout) * _in_flight(layout, stage)
     working = _working(model, layout, constants, last=last)
-    gathers = _gathers(layout, parameters, block)
-    allocated = weights + gradients + optimizer + activations + working + gathers
+    update = _update(layout, parameters)
+    # Memory of activations is free by the update, but in pieces: the allocator reserves more until it runs out.
+    pieces = min(update, activations + working)
+    gathers = _gathers(layout, parameters, block) + update - pieces
+    allocated = weights + gradients + optimizer + activations + working + gathers + pieces
     return MemoryParts(
         weights=weights,
         gradients=gradients,
@@ -147,7 +161,7 @@ def _stage(model: Transformer, layout: Layout, constants: Constants, stage: int)
         working=working,
         gathers=gathers,
         context=constants.context_bytes,
-        fragmentation=constants.fragmentation * allocated,
+        fragmentation=constants.fragmentation * allocated + pieces,
     )
 
 
@@ -179,7 +193,7 @@ def _working(model: Transformer, layout: Layout, constants: Constants, *, last: 
 
 def _loss(model: Transformer, layout: Layout, constants: Constants) -> float:
     """Return the bytes that the loss holds."""
-    each = constants.logit_bytes + (_FULL if layout.tp > 1 else 0)
+    each = _PARALLEL_LOGIT if layout.tuned else constants.logit_bytes + (_FULL if layout.tp > 1 else 0)
     return (_FUSED_LOGIT if layout.fused_loss else each) * layout.tokens * model.vocab / layout.tp
 
 
@@ -189,8 +203,12 @@ def _gathers(layout: Layout, parameters: float, block: float) -> float:
         return (_HALF + layout.reduce_bytes * layout.trainable) * parameters
     if layout.gathers:
         return block * (_GATHERED * _HALF + _GATHERED * layout.reduce_bytes * layout.trainable)
-    # Buckets, and the fp32 gradients of the share that the rank updates.
-    ranks = layout.sharding * layout.replicas
-    bucket = min(_BUCKET, layout.trainable * parameters) * _HALF * 2 if ranks > 1 else 0.0
-    fp32 = 0.0 if layout.fp32_weights else _FULL * layout.trainable * parameters / layout.sharding
-    return bucket + fp32
+    # Megatron-LM reduces and gathers in place.
+    if layout.tuned or layout.sharding * layout.replicas == 1:
+        return 0.0
+    return min(_BUCKET, layout.trainable * parameters) * _HALF * 2
+
+
+def _update(layout: Layout, parameters: float) -> float:
+    """Return the bytes that the update needs when all activations are free: fp32 gradients of the rank's share."""
+    return 0.0 if layout.fp32_weights else _FULL * layout.trainable * parameters / layout.sharding

@@ -104,7 +104,7 @@ def block_seconds(
         machine: the device.
         constants: the model's constants.
     """
-    gain = constants.float8_gain if layout.float8 and machine.float8 else 1.0
+    gain = constants.float8_gain if layout.float8 else 1.0
     forward = backward = 0.0
     for m, n, k in _shapes(model, layout):
         forward += product_seconds(m, n, k, machine, constants, gain=gain)
@@ -112,7 +112,7 @@ def block_seconds(
         backward += inputs + layout.trainable * product_seconds(k, n, m, machine, constants, gain=gain)
     attention = _attention(model, layout, machine, constants)
     memory = _memory(model, layout, machine, constants)
-    launch = constants.kernel_s * (constants.fused_traffic if layout.compiled else 1.0)
+    launch = constants.kernel_s * (constants.fused_traffic if layout.fuses else 1.0)
     passes = (
         Seconds(forward, attention[0], memory[0], launch * _LAUNCHES[0]),
         Seconds(backward, attention[1], memory[1], launch * _LAUNCHES[1]),
@@ -151,8 +151,10 @@ def _attention(model: Transformer, layout: Layout, machine: Machine, constants: 
     scores = layout.tokens * layout.sequence * max(1, model.heads // layout.tp)
     rate = sustained_flops(machine, constants) * constants.gemm_share
     if layout.fused_attention:
-        rate *= constants.attention_share * machine.attention_factor
+        rate *= constants.attention_share * (1.0 if layout.tuned else machine.attention_factor)
         rate *= model.head_dim / (model.head_dim + _HEAD_LOSS)
+        # Tiles on the diagonal of a causal mask are computed as a whole.
+        rate *= layout.sequence / (layout.sequence + _TILE[0])
         forward = 4.0 * scores * model.head_dim * _CAUSAL / rate
         return forward, _ATTENTION_BACKWARD * forward
     aligned = (1 - constants.alignment_loss) ** _halvings(model.head_dim, model.head_dim)
@@ -172,7 +174,7 @@ def _memory(model: Transformer, layout: Layout, machine: Machine, constants: Con
     split = layout.tp if layout.sequence_parallel else 1
     streams = 10.0 * model.hidden / split
     inner = (2.0 * (model.attention_width + 2 * model.kv_width) + (5.0 if model.gated else 2.0) * model.ffn) / layout.tp
-    factor = constants.traffic * (constants.fused_traffic if layout.compiled else 1.0)
+    factor = constants.traffic * (constants.fused_traffic if layout.fuses else 1.0)
     forward = 2.0 * layout.tokens * (streams + inner) * factor / (machine.bandwidth * constants.bandwidth_share)
     return forward, 1.5 * forward
 

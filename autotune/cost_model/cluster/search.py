@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autotune.cost_model.cluster.choices import option_of
 from autotune.cost_model.cluster.constants import Constants
 from autotune.cost_model.cluster.estimate import Estimate, estimate_layout
 from autotune.cost_model.cluster.layout import CHECKPOINTING, Checkpointing, Layout
@@ -37,7 +38,7 @@ _CHECKPOINTING: tuple[tuple[Checkpointing, float], ...] = (
     ("full", 0.75),
     ("full", 1.0),
 )
-_VIRTUAL = (1, 2, 4)
+_VIRTUAL = (1, 2, 4, 8)
 # DeepSpeed and Megatron-LM keep 16-bit weights; FSDP keeps fp32 weights.
 _ZERO: Mapping[int, dict[str, Any]] = {
     1: {"zero_stage": 1, "fp32_weights": False, "reduce_bytes": 2},
@@ -60,6 +61,10 @@ class Question:
             quarter more is allowed.
         budget_bytes: memory that a rank may use.
         fixed: choices that are given, by the name of the layout's field; ``dp`` stands for ``replicas`` x ``shard``.
+        allowed: values to which choices are restricted, by the name of the layout's field.
+        states: how weights are kept and gradients reduced, by the name of the layout's field; by default 16-bit
+            weights and reductions up to ZeRO stage 2, and fp32 weights and reductions at stage 3.
+        suits: whether a layout may be chosen, sharding left out.
         base: the layout whose other choices all candidates share.
     """
 
@@ -70,6 +75,9 @@ class Question:
     global_batch: int = 0
     budget_bytes: float
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    allowed: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    states: Mapping[str, Any] = field(default_factory=dict)
+    suits: Callable[[Transformer, Layout], bool] = lambda model, layout: True
     base: Layout = field(default_factory=Layout)
 
     @property
@@ -83,8 +91,9 @@ class Question:
         return self.batch if self.global_batch else max(self.batch * _ROOM, self.batch + 1)
 
     def allows(self, name: str, value: Any) -> bool:
-        """Return whether a choice agrees with those that are given."""
-        return name not in self.fixed or self.fixed[name] == value
+        """Return whether a choice agrees with those that are given or allowed."""
+        given = name not in self.fixed or self.fixed[name] == value
+        return given and (name not in self.allowed or value in self.allowed[name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +155,7 @@ def search(question: Question, constants: Constants, *, count: int = 5, limit_s:
     began = time.perf_counter()
     candidates = sorted(_candidates(question, constants), key=lambda one: one.bound)
     if not candidates:
-        raise InputError(_no_mesh(question), where="plan", allowed="other devices, batch, sequence or fixed choices")
+        raise InputError(no_mesh(question), where="plan", allowed="other devices, batch, sequence or fixed choices")
     found = _Found(count)
     gap = 0.0
     for candidate in candidates:
@@ -156,6 +165,8 @@ def search(question: Question, constants: Constants, *, count: int = 5, limit_s:
             gap = max(0.0, 1 - candidate.bound / found.best[0][0])
             break
         found.consider_all(candidate, question, constants)
+    if not found.best and not found.too_large:
+        raise InputError(no_mesh(question), where="plan", allowed="other devices, batch, sequence or fixed choices")
     if not found.best:
         raise BudgetError(
             f"no layout of {question.devices} devices fits: the smallest needs {found.least / 1e9:.1f} GB on a rank",
@@ -288,7 +299,11 @@ def _kept(question: Question) -> Iterable[tuple[Checkpointing, float]]:
     """Yield what blocks may keep, as far as that is not given."""
     share = question.fixed.get("checkpointed")
     kept = _CHECKPOINTING if share is None else [(kind, share) for kind in CHECKPOINTING]
-    return [pair for pair in kept if question.allows("checkpointing", pair[0])]
+    return [
+        (kind, part)
+        for kind, part in kept
+        if question.allows("checkpointing", kind) and (kind == "none" or question.allows("checkpointed", part))
+    ]
 
 
 def _staged(part: Layout, question: Question) -> Iterator[Layout]:
@@ -305,11 +320,25 @@ def _staged(part: Layout, question: Question) -> Iterator[Layout]:
         k = _rounds(question, dp * part.micro_batch)
         if k is None or k < pp or not question.allows("micro_batches", k):
             continue
-        for virtual in _VIRTUAL:
-            if virtual > 1 and (pp == 1 or k % pp or question.model.layers < pp * virtual):
-                continue
-            if question.allows("virtual_stages", virtual):
-                yield replace(part, shard=dp, pp=pp, micro_batches=k, virtual_stages=virtual)
+        for virtual in _virtual(question, pp, k):
+            layout = replace(part, shard=dp, pp=pp, micro_batches=k, virtual_stages=virtual)
+            if question.suits(question.model, layout):
+                yield layout
+
+
+def _virtual(question: Question, pp: int, k: int) -> Iterable[int]:
+    """Return the chunks that a stage may have: micro-batches come in groups of ``pp``, and blocks in equal parts.
+
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.
+    """
+    given = question.fixed.get("virtual_stages")
+    choices = _VIRTUAL if given is None else (given,)
+    layers = question.model.layers
+    return [
+        one
+        for one in choices
+        if one == 1 or (pp > 1 and k % pp == 0 and one * pp <= layers and _stages_suit(pp * one, layers))
+    ]
 
 
 def _stages_suit(stages: int, layers: int) -> bool:
@@ -333,27 +362,61 @@ def _sharded(staged: Layout, question: Question) -> Iterator[Layout]:
             continue
         for shard in reversed(divisors(dp)) if stage == 3 else [dp]:
             if question.allows("shard", shard) and question.allows("replicas", dp // shard):
-                yield replace(staged, shard=shard, replicas=dp // shard, **settings)
+                yield replace(staged, shard=shard, replicas=dp // shard, **{**settings, **question.states})
 
 
-def _no_mesh(question: Question) -> str:
-    """Return why no mesh suits a question: which given choice is impossible, or all that has to fit together."""
+def no_mesh(question: Question) -> str:
+    """Return why no mesh suits a question: which given choice is impossible, or all that has to fit together.
+
+    Args:
+        question: what is asked.
+    """
+    reason = _impossible_split(question) or _impossible_repetition(question)
+    if reason is not None:
+        return reason
     model, fixed = question.model, question.fixed
+    return (
+        f"no mesh of {question.devices} devices suits {model.heads} heads ({model.kv_heads} of keys and values), "
+        f"{model.layers} layers, sequences of {question.sequence} and steps of {question.batch} sequences"
+        + (f" with {', '.join(option_of(name, value) for name, value in fixed.items())}" if fixed else "")
+    )
+
+
+def _impossible_split(question: Question) -> str | None:
+    """Return why the given degrees cannot split the devices, the model or a sequence; ``None`` if they can."""
+    model, fixed, machine = question.model, question.fixed, question.machine
     tp, cp, pp = (fixed.get(name, 1) for name in ("tp", "cp", "pp"))
-    product = math.prod(fixed.get(name, 1) for name in ("dp", "tp", "cp", "pp"))
-    product *= 1 if "dp" in fixed else fixed.get("replicas", 1) * fixed.get("shard", 1)
+    copies = fixed.get("replicas", 1) * fixed.get("shard", 1)
+    product = tp * cp * pp * fixed.get("dp", copies)
+    if "dp" in fixed and fixed["dp"] % copies:
+        return f"dp={fixed['dp']} is not replicas x shard, of which {copies} is given"
     if question.devices % product:
         return f"a mesh of {product} does not divide {question.devices} devices"
     if model.heads % tp or model.kv_heads % tp:
         return f"tp={tp} does not divide {model.heads} heads and {model.kv_heads} heads of keys and values"
-    if tp > question.machine.per_node:
-        return f"tp={tp} exceeds the {question.machine.per_node} devices of a node"
+    if tp > machine.per_node:
+        return f"tp={tp} exceeds the {machine.per_node} devices of a node"
+    if cp > _LARGEST_CP:
+        return f"cp={cp} exceeds the {_LARGEST_CP} ranks that a sequence is split over"
     if cp > 1 and question.sequence % (2 * cp):
         return f"cp={cp} does not split sequences of {question.sequence} tokens into two equal parts per rank"
     if not _stages_suit(pp, model.layers):
         return f"pp={pp} stages cannot hold {model.layers} layers in equal numbers"
-    return (
-        f"no mesh of {question.devices} devices suits {model.heads} heads ({model.kv_heads} of keys and values), "
-        f"{model.layers} layers, sequences of {question.sequence} and steps of {question.batch} sequences"
-        + (f" with {', '.join(f'{name}={value}' for name, value in question.fixed.items())}" if question.fixed else "")
-    )
+    return None
+
+
+def _impossible_repetition(question: Question) -> str | None:
+    """Return why given stages, micro-batches and states do not go together; ``None`` if they do."""
+    fixed, layers = question.fixed, question.model.layers
+    pp, virtual, micro_batch = fixed.get("pp", 1), fixed.get("virtual_stages", 1), fixed.get("micro_batch", 1)
+    if virtual > 1 and fixed.get("pp") == 1:
+        return f"virtual_stages={virtual} needs more than one pipeline stage"
+    if virtual > 1 and (virtual * pp > layers or not _stages_suit(virtual * pp, layers)):
+        return f"virtual_stages={virtual} of pp={pp} stages cannot hold {layers} layers in equal numbers"
+    if fixed.get("zero_stage") == 2 and pp > 1:
+        return f"zero=2 shards gradients, which pp={pp} stages add up over all micro-batches"
+    if micro_batch > question.largest_batch:
+        return f"micro_batch={micro_batch} exceeds steps of {question.batch} sequences"
+    if question.global_batch and question.global_batch % micro_batch:
+        return f"micro_batch={micro_batch} does not divide steps of {question.global_batch} sequences"
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from autotune.cost_model.cluster.constants import Constants
 from autotune.cost_model.cluster.layout import Layout
@@ -73,6 +73,7 @@ class Passes:
     @classmethod
     def of(cls, model: Transformer, layout: Layout, machine: Machine, constants: Constants) -> Passes:
         """Return the seconds under a layout; arguments as for :func:`predict_seconds`."""
+        layout = _on(machine, layout)
         blocks = block_seconds(model, layout, machine, constants)
         return cls(*blocks, head_seconds(model, layout, machine, constants))
 
@@ -98,13 +99,17 @@ def predict_seconds(
     arXiv:2104.04473, section 2.2). The largest of n normal numbers lies about sqrt(2 ln n) standard deviations above
     their mean.
     """
+    layout = _on(machine, layout)
     known = passes or Passes.of(model, layout, machine, constants)
     forward, backward, again, head = known.forward, known.backward, known.again, known.head
     layers = model.layers / layout.pp
     exchanged = _tensor_parallel(model, layout, machine, constants) * layers
     computing = [layers * one.total for one in (forward, backward, again)]
-    gathered, once = _sharding(model, layout, machine, constants, (forward, backward, again))
     sent = _passed_on(model, layout, machine, constants)
+    # With several chunks, one computes while the messages and gradients of another are under way.
+    spare = 0.0 if layout.virtual_stages == 1 else max(0.0, computing[1] * (1 - 1 / layout.virtual_stages) - sent)
+    sent = sent if layout.virtual_stages == 1 else _visible(sent, sum(computing), constants)
+    gathered, once = _sharding(model, layout, machine, constants, (forward, backward, again), spare)
     # Copies to the host run beside all that a stage does, visible communication included.
     offloaded = _offloaded(model, layout, layers, sum(computing) + exchanged + gathered + sent)
     added = _accumulated(model, layout, machine, constants)
@@ -126,6 +131,11 @@ def predict_seconds(
         update=_update(model, layout, machine, constants),
         fixed=constants.step_s,
     )
+
+
+def _on(machine: Machine, layout: Layout) -> Layout:
+    """Return what a device makes of a layout: products of 16 bits where it has none of 8."""
+    return replace(layout, float8=False) if layout.float8 and not machine.float8 else layout
 
 
 def _host_bound(forward: Seconds, backward: Seconds, layers: float) -> float:
@@ -157,8 +167,13 @@ def _sharding(
     machine: Machine,
     constants: Constants,
     passes: tuple[Seconds, Seconds, Seconds],
+    spare: float,
 ) -> tuple[float, float]:
-    """Return the visible seconds of sharded or replicated states: for each micro-batch, and once a step."""
+    """Return the visible seconds of sharded or replicated states: for each micro-batch, and once a step.
+
+    In pipelines, ``spare`` seconds of other chunks' passes hide what happens once; without pipelines, the last
+    micro-batch's backward pass does.
+    """
     layers = model.layers / layout.pp
     size = model.layer_parameters / layout.tp
     ends = (model.embedding_parameters + model.head_parameters) / layout.tp
@@ -169,8 +184,7 @@ def _sharding(
     copies *= layout.trainable
     if layout.zero_stage < 3:
         total = reduce_seconds(whole * layout.reduce_bytes, group, stride, machine, constants) * layout.trainable
-        # Reductions hide behind the last micro-batch's backward pass, except in pipelines.
-        hidden = layers * passes[1].total if layout.pp == 1 else 0.0
+        hidden = layers * passes[1].total if layout.pp == 1 else spare
         return 0.0, _visible(total + copies, hidden, constants)
     gather = gather_seconds(size * 2, group, stride, machine, constants)
     scatter = gather_seconds(size * layout.reduce_bytes, group, stride, machine, constants) * layout.trainable
@@ -178,9 +192,11 @@ def _sharding(
     edges = gather_seconds(ends * 2, group, stride, machine, constants) * 2
     edges += gather_seconds(ends * layout.reduce_bytes, group, stride, machine, constants)
     if layout.keeps_gathered:
-        return 0.0, _visible(layers * (gather + scatter) + edges / 2, 0.0, constants) + copies
-    visible = layers * (_visible(gather, ahead, constants) + _visible(gather + scatter, back, constants))
-    return visible + edges, _visible(copies, layers * back, constants)
+        return 0.0, _visible(layers * (gather + scatter) + edges / 2 + copies, spare, constants)
+    each = _visible(gather + scatter, back, constants)
+    # What replicas exchange hides behind the same backward pass, which can hide every second only once.
+    last = _visible(gather + scatter + copies / layers, back, constants)
+    return layers * (_visible(gather, ahead, constants) + each) + edges, layers * (last - each)
 
 
 def _visible(moving: float, computing: float, constants: Constants) -> float:
@@ -208,9 +224,10 @@ def _offloaded(model: Transformer, layout: Layout, layers: float, stage: float) 
 def _accumulated(model: Transformer, layout: Layout, machine: Machine, constants: Constants) -> float:
     """Return the seconds in which one micro-batch adds its gradients to those of the ones before.
 
-    Sharded gradients are added after their reduction, which takes no time worth counting.
+    Sharded gradients are added after their reduction, which takes no time worth counting. Transformer Engine's products
+    add to the sum themselves, as Megatron-LM asks them to (gradient_accumulation_fusion).
     """
-    if layout.micro_batches == 1 or (layout.gathers and not layout.keeps_gathered):
+    if layout.micro_batches == 1 or layout.tuned or (layout.gathers and not layout.keeps_gathered):
         return 0.0
     held = model.layers / layout.pp * model.layer_parameters / layout.tp * layout.trainable
     # Both are read in 16 bits, or in the bytes of reductions, and the sum is written.
