@@ -1,0 +1,102 @@
+"""Agree on how a loss uses a model on all ranks, and refuse models that ranks cannot train exactly."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+
+from autotune.errors import JobError
+from autotune.mechanics import randomness
+from autotune.mechanics.buffers import copy_buffers, undo_writes
+from autotune.mechanics.collectives import of_all_ranks
+from autotune.mechanics.rank_calls import different_calls
+from autotune.mechanics.weight_use import weight_use
+
+# Largest difference of a buffer's sum on two ranks that is due to rounding, as a share of the sum of absolute values.
+_ROUNDING = 1e-5
+_REMEDY = "--engine torch, or a model in which a sample's result does not depend on the other samples of its batch"
+
+
+def require_no_batch_norm(model: nn.Module) -> None:
+    """Refuse a model that normalizes over the samples of a batch, of which each of several ranks has only a share.
+
+    Args:
+        model: the model, in the modes in which it trains.
+
+    Raises:
+        JobError: if a module has BatchNorm in training mode.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training and not isinstance(module, SyncBatchNorm):
+            problem = f"{name} is BatchNorm, whose statistics depend on how ranks share a batch"
+            raise JobError(problem, where="engine fsdp2", allowed=_REMEDY)
+
+
+def contained_units(model: nn.Module, names: Sequence[str], run: Callable[[], object], seed: int) -> list[str]:
+    """Return the units that can gather their own weights, the same on all ranks.
+
+    Args:
+        model: the model, not spread yet, in the modes in which it trains.
+        names: the units' names.
+        run: function that computes the loss of a micro-batch of this rank.
+        seed: random seed of this rank.
+
+    Raises:
+        JobError: if the loss uses the model in a way that ranks cannot train exactly.
+    """
+    uses = []
+    for training in (False, True):
+        with _unchanged(model), randomness.isolated(), torch.no_grad():
+            randomness.seed_all(seed)
+            if not training:
+                model.eval()
+            before = copy_buffers(model)
+            uses.append(weight_use(model, names, run))
+            written = _changed_sums(model, before)
+    calls = [name for use in uses for name in use.calls]
+    own = {name for name in names if all(name in use.contained for use in uses)}
+    told = of_all_ranks((sorted(own), calls, written))
+    _require_same_calls([one[1] for one in told])
+    _require_same_buffers([one[2] for one in told])
+    return [name for name in names if all(name in one[0] for one in told)]
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore a model's modes and buffers after the body."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = copy_buffers(model)
+    try:
+        yield
+    finally:
+        undo_writes(model, buffers)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _changed_sums(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
+    """Return the sum and the sum of absolute values of each buffer that has changed, by name."""
+    now = dict(model.named_buffers())
+    changed = {name: now[name] for name, one in before.items() if not torch.equal(now[name].to(one.device), one)}
+    return {name: (float(one.double().sum()), float(one.double().abs().sum())) for name, one in changed.items()}
+
+
+def _require_same_calls(ranks: Sequence[Sequence[str]]) -> None:
+    for rank, calls in enumerate(ranks):
+        for pair in itertools.zip_longest(ranks[0], calls, fillvalue="no more"):
+            if len(set(pair)) > 1:
+                raise different_calls("fsdp2", f"rank 0 calls {pair[0]}, and rank {rank} {pair[1]}")
+
+
+def _require_same_buffers(ranks: Sequence[Mapping[str, tuple[float, float]]]) -> None:
+    for name in sorted({name for one in ranks for name in one}):
+        sums = [one.get(name, (0.0, 0.0)) for one in ranks]
+        values = [total for total, _ in sums]
+        if max(values) - min(values) > _ROUNDING * max(absolute for _, absolute in sums):
+            problem = f"the model writes other values to buffer {name} on each rank"
+            raise JobError(problem, where="engine fsdp2", allowed=_REMEDY)

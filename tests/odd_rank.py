@@ -1,0 +1,123 @@
+"""Entry point that torchrun starts: one rank that meets jobs and folders that FSDP2 must refuse, or train exactly."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import odd_rank_jobs as jobs
+import torch
+import torch.distributed as dist
+from sharded_rank import farthest, whole
+
+from autotune import EngineOptions, Job, TorchEngine
+from autotune.engines.fsdp2_engine import Fsdp2Engine
+from autotune.errors import AutotuneError
+
+OPTIONS = EngineOptions(meter_memory=False, statistics_every=None)
+REFUSED = ("routed", "normalised", "remembering", "early", "scalar", "mixed", "complex_", "transposed", "adafactor")
+EXACT = ("used_in_training", "afterwards", "objects", "object_root", "unused")
+
+
+def engine_of(mesh: str, job: Job, seed: int = 0) -> Fsdp2Engine:
+    return Fsdp2Engine(job, mesh=mesh, seed=seed, options=OPTIONS)
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """Return the error's class and message; an error of another kind ends this process."""
+    try:
+        act()
+    except AutotuneError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def apart(engine: Fsdp2Engine, steps: int) -> float:
+    """Return the largest distance of a run's weights from those of plain torch after all its steps."""
+    plain = TorchEngine(engine.job, options=OPTIONS)
+    plain.run(steps)
+    return farthest(whole(engine), [one.detach() for one in plain.model.parameters()])
+
+
+def refusals(mesh: str, _folder: Path) -> dict[str, str]:
+    """Open engines that must refuse their jobs."""
+    found = {name: refusal(lambda name=name: engine_of(mesh, getattr(jobs, name))) for name in REFUSED}  # type: ignore[misc]
+    # Ranks without shared memory notice different calls at the end of the step.
+    engine = engine_of(mesh, jobs.late)
+    assert engine._calls is not None
+    engine._calls._table = None
+    before: list[torch.Tensor] = []
+    for _ in range(6):
+        before = whole(engine)
+        found["late"] = refusal(lambda: engine.run(1))
+        if found["late"]:
+            break
+    found["kept"] = str(farthest(before, whole(engine)) == 0)
+    return found
+
+
+def exactness(mesh: str, _folder: Path) -> dict[str, float]:
+    """Train jobs that need care, and compare their weights."""
+    found = {}
+    for name in EXACT:
+        engine = engine_of(mesh, getattr(jobs, name))
+        engine.run(6)
+        found[name] = apart(engine, 6)
+        engine.close()
+    return found
+
+
+def states(mesh: str, folder: Path) -> dict[str, Any]:
+    """Save and load states, and refuse those that cannot be used."""
+    engine = engine_of(mesh, jobs.unused)
+    engine.save(folder / "first")
+    engine.run(3)
+    engine.save(folder / "third")
+    engine.run(2)
+    saving_apart = apart(engine, 5)
+    engine.load(folder / "third")
+    engine.run(3)
+    loading_apart = apart(engine, 6)
+    engine.load(folder / "first")
+    engine.run(3)
+    beginning_apart = apart(engine, 3)
+    before, steps = whole(engine), engine.progress.steps
+    if dist.get_rank() == 0:
+        (folder / "file").write_text("a file")
+        for part in (folder / "third").glob("__1_*"):
+            part.write_bytes(part.read_bytes()[:-200])
+    dist.barrier()
+    refused = {
+        "torn": refusal(lambda: engine.load(folder / "third")),
+        "missing": refusal(lambda: engine.load(folder / "nothing")),
+        "model": refusal(lambda: engine_of(mesh, jobs.wide).load(folder / "first")),
+        "job": refusal(lambda: engine_of(mesh, jobs.plain).load(folder / "first")),
+        "seed": refusal(lambda: engine_of(mesh, jobs.unused, 1).load(folder / "first")),
+        "unwritable": refusal(lambda: engine.save(folder / "file" / "state")),
+    }
+    kept = farthest(before, whole(engine)) == 0 and engine.progress.steps == steps
+    engine.run(2)
+    return {
+        "saving_apart": saving_apart,
+        "loading_apart": loading_apart,
+        "beginning_apart": beginning_apart,
+        "kept": kept,
+        "after_apart": apart(engine, 5),
+        "refused": refused,
+    }
+
+
+def main() -> None:
+    """Run the parts that the arguments name, and write the results of each rank."""
+    folder, mesh = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    found = {name: globals()[name](mesh, folder) for name in sys.argv[3].split(",")}
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
