@@ -18,8 +18,14 @@ from autotune.engines.fsdp2_engine import Fsdp2Engine
 from autotune.errors import AutotuneError
 
 OPTIONS = EngineOptions(meter_memory=False, statistics_every=None)
-REFUSED = ("routed", "normalised", "remembering", "early", "scalar", "mixed", "complex_", "transposed", "adafactor")
-EXACT = ("used_in_training", "afterwards", "objects", "object_root", "unused")
+REFUSED = (
+    *("routed", "normalised", "remembering", "early", "scalar", "mixed", "complex_", "transposed", "adafactor"),
+    *("clamping", "sparse", "penalised"),
+)
+EXACT = (
+    *("used_in_training", "afterwards", "objects", "object_root", "unused", "checkpointed", "twice", "adversarial"),
+    "evaluates_parts",
+)
 
 
 def engine_of(mesh: str, job: Job, seed: int = 0) -> Fsdp2Engine:
@@ -44,7 +50,7 @@ def apart(engine: Fsdp2Engine, steps: int) -> float:
 
 def refusals(mesh: str, _folder: Path) -> dict[str, str]:
     """Open engines that must refuse their jobs."""
-    found = {name: refusal(lambda name=name: engine_of(mesh, getattr(jobs, name))) for name in REFUSED}  # type: ignore[misc]
+    found = {name: refusal(lambda name=name: engine_of(mesh, getattr(jobs, name)).run(1)) for name in REFUSED}  # type: ignore[misc]
     # Ranks without shared memory notice different calls at the end of the step.
     engine = engine_of(mesh, jobs.late)
     assert engine._calls is not None
@@ -63,7 +69,8 @@ def exactness(mesh: str, _folder: Path) -> dict[str, float]:
     """Train jobs that need care, and compare their weights."""
     found = {}
     for name in EXACT:
-        engine = engine_of(mesh, getattr(jobs, name))
+        engine, plain = engine_of(mesh, getattr(jobs, name)), TorchEngine(getattr(jobs, name), options=OPTIONS)
+        found[f"metric of {name}"] = abs(engine.evaluate() - plain.evaluate()) / max(plain.evaluate(), 1.0)
         engine.run(6)
         found[name] = apart(engine, 6)
         engine.close()

@@ -260,3 +260,74 @@ complex_ = _like("complex", of_blocks(ComplexBlock))
 transposed = _like("transposed", of_blocks(TransposedBlock))
 adafactor = _like("adafactor", optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2))
 wide = _like("unused", lambda: Plain(width=16))
+
+
+class Clamping(Block):
+    """A block that clamps its own weights before it uses them."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.out.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Sparse(Plain):
+    """A model whose embedding has sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8, sparse=True)
+
+
+class Checkpointed(Plain):
+    """A model that recomputes its blocks by itself."""
+
+    def through(self, number: int, block: nn.Module, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=number % 2 == 0)
+
+
+def twice_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return loss(model, batch) + 0.1 * (model(batch[:, 1:]) - model(batch[:, :-1])).square().mean()
+
+
+def parts_metric(model: Any) -> float:
+    return float(model.head(model.embedding(next(batches(9)))).abs().sum())
+
+
+class Penalised(nn.Module):
+    """A perceptron for floating samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def penalty_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    x = F.one_hot(batch.sum(1) % 8, 8).float().requires_grad_()
+    found = model(x)
+    (slope,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+    return found.square().mean() + slope.square().mean()
+
+
+clamping = _like("clamping", of_blocks(Clamping))
+sparse = _like("sparse", Sparse, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), clip_norm=None)
+checkpointed = _like("checkpointed", Checkpointed)
+twice = _like("twice", loss=twice_loss)
+penalised = _like("penalised", Penalised, loss=penalty_loss, evaluate=lambda model: 0.0)
+evaluates_parts = _like("evaluates parts", evaluate=parts_metric)
+
+
+def adversarial_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    x = F.one_hot(batch.sum(1) % 8, 8).float().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x)
+    return model(x.detach() + 0.1 * slope.sign()).square().mean()
+
+
+adversarial = _like("adversarial", Penalised, loss=adversarial_loss, evaluate=lambda model: 0.0)

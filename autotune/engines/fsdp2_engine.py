@@ -18,7 +18,7 @@ from autotune.engines.job_checks import ask
 from autotune.engines.rank_engine import RankEngine
 from autotune.engines.rendezvous import join_ranks
 from autotune.engines.torch_engine import EngineOptions, Progress
-from autotune.errors import InputError
+from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.measurement import Measurement
 from autotune.mechanics import stepping
@@ -26,6 +26,7 @@ from autotune.mechanics.agreed_use import contained_units, require_no_batch_norm
 from autotune.mechanics.fully_sharded import (
     FullyShardedProbe,
     FullyShardedUpdate,
+    gather_rest,
     keep_gathered,
     require_spreadable,
     require_updated_alike,
@@ -36,6 +37,9 @@ from autotune.mechanics.rank_calls import RankCalls
 from autotune.mechanics.spread_state import RunState, read_state, save_state
 from autotune.mesh import MESH_FORM, Mesh
 from autotune.plan import Plan
+
+# What torch raises for a view of a tensor whose memory was released.
+_RELEASED = "setStorage"
 
 
 class Fsdp2Engine(RankEngine):
@@ -142,6 +146,7 @@ class Fsdp2Engine(RankEngine):
         if self._calls is not None:
             self._calls.begin()
         try:
+            gather_rest(self.model)
             return super().evaluate()
         finally:
             self.ranked.settle()
@@ -151,10 +156,20 @@ class Fsdp2Engine(RankEngine):
 
         Raises:
             EngineError: if the engine was closed.
-            JobError: if ranks call different parts of the model; no weight has changed in that step.
+            JobError: if ranks call different parts of the model, or the loss needs gradients of gradients; that$
+                step has changed no weight.
         """
         with contextlib.nullcontext() if self._calls is None else self._calls.exchanging():
-            return super().run(steps)
+            try:
+                return super().run(steps)
+            except RuntimeError as error:
+                if _RELEASED not in str(error):
+                    raise
+                raise JobError(
+                    "the backward pass needs weights that are released already, as gradients of gradients do",
+                    where="engine fsdp2",
+                    allowed="a loss that differentiates once, or --engine torch",
+                ) from error
 
     def total(self, losses: Sequence[torch.Tensor]) -> float:
         """Return the mean loss per item of the whole step, of which all ranks have called the same units."""

@@ -15,7 +15,7 @@ from autotune.mechanics import randomness
 from autotune.mechanics.buffers import copy_buffers, undo_writes
 from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.rank_calls import different_calls
-from autotune.mechanics.weight_use import weight_use
+from autotune.mechanics.weight_use import WeightUse, weight_use
 
 # Largest difference of a buffer's sum on two ranks that is due to rounding, as a share of the sum of absolute values.
 _ROUNDING = 1e-5
@@ -51,12 +51,12 @@ def contained_units(model: nn.Module, names: Sequence[str], run: Callable[[], ob
     """
     uses = []
     for training in (False, True):
-        with _unchanged(model), randomness.isolated(), torch.no_grad():
+        with _unchanged(model), randomness.isolated():
             randomness.seed_all(seed)
             if not training:
                 model.eval()
             before = copy_buffers(model)
-            uses.append(weight_use(model, names, run))
+            uses.append(_use(model, names, run))
             written = _changed_sums(model, before)
     calls = [name for use in uses for name in use.calls]
     own = {name for name in names if all(name in use.contained for use in uses)}
@@ -64,6 +64,18 @@ def contained_units(model: nn.Module, names: Sequence[str], run: Callable[[], ob
     _require_same_calls([one[1] for one in told])
     _require_same_buffers([one[2] for one in told])
     return [name for name in names if all(name in one[0] for one in told)]
+
+
+def _use(model: nn.Module, names: Sequence[str], run: Callable[[], object]) -> WeightUse:
+    """Return how a loss uses a model, computed without gradients unless the loss itself computes some."""
+    try:
+        with torch.no_grad():
+            return weight_use(model, names, run)
+    except JobError as error:
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
+    with torch.enable_grad():
+        return weight_use(model, names, run)
 
 
 @contextmanager

@@ -180,6 +180,14 @@ def spread(model: nn.Module, names: Iterable[str], mesh: Mesh, device_type: str)
         if device_type == "cpu":
             # It would gather weights before they are needed, to no use where nothing runs beside the computation.
             gathers.set_modules_to_backward_prefetch([gathers])
+    # Otherwise the first module that is called would count as the model, even if it is a part of it.
+    gathers._get_fsdp_state()._lazy_init()
+
+
+def gather_rest(model: nn.Module) -> None:
+    """Gather the weights that belong to no unit, until the update settles: parts of the model may be called alone."""
+    root: Any = model
+    root.unshard()
 
 
 def require_spreadable(model: nn.Module, names: Sequence[str]) -> None:
@@ -190,10 +198,13 @@ def require_spreadable(model: nn.Module, names: Sequence[str]) -> None:
         names: the modules that will gather their own weights.
 
     Raises:
-        JobError: if a parameter is a scalar, complex or not contiguous, or if weights that are gathered together have
-            several dtypes.
+        JobError: if a parameter is a scalar, complex or not contiguous, if a gradient is sparse, or if weights that are
+            gathered together have several dtypes.
     """
     dtypes: dict[str, set[str]] = {}
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and any(one.requires_grad for one in module.parameters(recurse=False)):
+            raise JobError(f"{name} has sparse gradients", where="engine fsdp2", allowed="sparse=False")
     for name, parameter in model.named_parameters():
         problem, allowed = _unspreadable(parameter)
         if problem:

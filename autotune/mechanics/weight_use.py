@@ -14,6 +14,9 @@ from torch.overrides import TorchFunctionMode
 from autotune.errors import JobError
 from autotune.mechanics.trees import tensors
 
+# Operations whose names end like those that write to a tensor.
+_KEEPING = ("requires_grad_", "detach_")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUse:
@@ -41,7 +44,8 @@ def weight_use(model: nn.Module, names: Sequence[str], run: Callable[[], object]
         run: function that computes the loss once.
 
     Raises:
-        JobError: if the loss uses parts of the model before it calls the model, or without calling it.
+        JobError: if the loss uses parts of the model before it calls the model, or without calling it, or if it writes
+            to a weight.
     """
     owners: dict[int, set[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -49,13 +53,23 @@ def weight_use(model: nn.Module, names: Sequence[str], run: Callable[[], object]
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(inside)
     shared = {one for found in owners.values() if len(found) > 1 for one in found}
-    watched = _Watched({key: next(iter(found)) if len(found) == 1 else "" for key, found in owners.items()})
+    weights = {one.untyped_storage().data_ptr(): name for name, one in model.named_parameters()}
+    watched = _Watched(
+        {key: next(iter(found)) if len(found) == 1 else "" for key, found in owners.items()},
+        weights,
+    )
     with watched.of(model, names), watched:
         run()
     if not watched.called_model:
         raise _uncalled("but not the model")
     if watched.early:
         raise _uncalled("before it calls the model")
+    if watched.changed:
+        raise JobError(
+            f"loss writes to parameter {watched.changed[0]}, of which it has only a gathered copy",
+            where="engine fsdp2",
+            allowed="a model whose weights only the optimizer changes, or --engine torch",
+        )
     left = shared | watched.elsewhere | watched.hidden | watched.written()
     called = set(watched.calls)
     return WeightUse(
@@ -76,8 +90,10 @@ class _Watched(TorchFunctionMode):
 
     Args:
         own: the name of the module that each weight belongs to, by the weight's id; empty for none or several.
+        weights: the name of each weight by its address.
 
     Attributes:
+        changed: names of the weights that were written to.
         elsewhere: names of the modules whose weights were used elsewhere.
         hidden: names of the modules whose outputs hold tensors that torch does not find.
         calls: names of the modules that were called, in that order.
@@ -85,9 +101,11 @@ class _Watched(TorchFunctionMode):
         early: whether a part of the model was used before the model was called.
     """
 
-    def __init__(self, own: Mapping[int, str]) -> None:
+    def __init__(self, own: Mapping[int, str], weights: Mapping[int, str]) -> None:
         super().__init__()
         self._own = own
+        self._weights = weights
+        self.changed: list[str] = []
         self._running: list[str] = []
         self.elsewhere: set[str] = set()
         self.hidden: set[str] = set()
@@ -130,8 +148,13 @@ class _Watched(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and name not in _KEEPING:
+            written = tensors([args[:1], (kwargs or {}).get("out")])
+            places = [one.untyped_storage().data_ptr() for one in written if one.layout is torch.strided]
+            self.changed += [self._weights[place] for place in places if place in self._weights]
         # Reading an attribute, such as a dtype, needs no gathered weight.
-        if getattr(func, "__name__", "") != "__get__" or isinstance(found, torch.Tensor):
+        if name != "__get__" or isinstance(found, torch.Tensor):
             used = {id(value) for value in tensors([args, kwargs or {}])}.intersection(self._own)
             self.early |= bool(used) and not self.called_model
             self.elsewhere |= {self._own[one] for one in used}.difference(self._running, {""})
