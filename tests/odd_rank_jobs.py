@@ -95,6 +95,21 @@ class Normalised(Block):
         return self.over_samples(super().forward(x).transpose(1, 2)).transpose(1, 2)
 
 
+class OwnNorm(nn.BatchNorm1d):
+    """A BatchNorm with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(super().forward(x))
+
+
+class OwnNormalised(Normalised):
+    """A block with a BatchNorm of its own class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over_samples = OwnNorm(8)
+
+
 class Remembering(Block):
     """A block that keeps the mean of what it has seen."""
 
@@ -247,6 +262,7 @@ dropped = _like("dropped", Dropped)
 late = _like("late", Late)
 experts = _like("experts", of_blocks(Experts))
 normalised = _like("normalised", of_blocks(Normalised))
+own_norm = _like("own norm", of_blocks(OwnNormalised))
 remembering = _like("remembering", of_blocks(Remembering))
 used_in_training = _like("used in training", UsedInTraining)
 early = _like("early", loss=early_loss)

@@ -22,7 +22,7 @@ from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.measurement import Measurement
 from autotune.mechanics import stepping
-from autotune.mechanics.agreed_use import contained_units, require_no_batch_norm
+from autotune.mechanics.agreed_use import contained_units
 from autotune.mechanics.fully_sharded import (
     FullyShardedProbe,
     FullyShardedUpdate,
@@ -34,6 +34,7 @@ from autotune.mechanics.fully_sharded import (
 )
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.rank_calls import RankCalls
+from autotune.mechanics.shared_norm import share_statistics
 from autotune.mechanics.spread_state import RunState, read_state, save_state
 from autotune.mesh import MESH_FORM, Mesh
 from autotune.plan import Plan
@@ -83,6 +84,7 @@ class Fsdp2Engine(RankEngine):
         self._seed = seed
         self._calls: RankCalls | None = None
         self._watching: list[Any] = []
+        self._normalizes = False
         super().__init__(job, seed=seed, device=device, options=options)
 
     def connect(self, device: str) -> None:
@@ -110,8 +112,6 @@ class Fsdp2Engine(RankEngine):
 
     def _spread(self) -> None:
         """Spread the model over the ranks, if they can train it exactly."""
-        if self.world > 1:
-            require_no_batch_norm(self.model)
         piece, names = self._piece(), [unit.name for unit in self.space.units]
         compute = functools.partial(self.job.loss, self.model, piece)
         contained = contained_units(self.model, names, lambda: ask(self.job, "loss", compute), self._seed + self.rank)
@@ -122,6 +122,7 @@ class Fsdp2Engine(RankEngine):
         if self.world > 1:
             self._calls = RankCalls([*contained, ""], "fsdp2")
             self._watching = self._calls.watch(self.model)
+            self._normalizes = bool(share_statistics(self.model))
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Return the update of the job's optimizer over this rank's shards."""
@@ -156,8 +157,8 @@ class Fsdp2Engine(RankEngine):
 
         Raises:
             EngineError: if the engine was closed.
-            JobError: if ranks call different parts of the model, or the loss needs gradients of gradients; that$
-                step has changed no weight.
+            JobError: if ranks call different parts of the model, or the loss needs gradients of gradients; that step
+                has changed no weight.
         """
         with contextlib.nullcontext() if self._calls is None else self._calls.exchanging():
             try:
@@ -170,6 +171,21 @@ class Fsdp2Engine(RankEngine):
                     where="engine fsdp2",
                     allowed="a loss that differentiates once, or --engine torch",
                 ) from error
+
+    def shares(self, pieces: Sequence[Any]) -> stepping.Shares:
+        """Return this rank's micro-batches of a step; see :class:`RankEngine`.
+
+        Raises:
+            JobError: if the model has BatchNorm, and a rank's samples have no loss-bearing item.
+        """
+        found = super().shares(pieces)
+        if self._normalizes and not all(self._bearing):
+            raise JobError(
+                "the samples of a rank have no loss-bearing item, and BatchNorm must see all samples",
+                where="engine fsdp2",
+                allowed="more samples in a batch, or --engine torch",
+            )
+        return found
 
     def total(self, losses: Sequence[torch.Tensor]) -> float:
         """Return the mean loss per item of the whole step, of which all ranks have called the same units."""

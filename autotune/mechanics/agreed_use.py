@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.errors import JobError
 from autotune.mechanics import randomness
@@ -20,21 +20,6 @@ from autotune.mechanics.weight_use import WeightUse, weight_use
 # Largest difference of a buffer's sum on two ranks that is due to rounding, as a share of the sum of absolute values.
 _ROUNDING = 1e-5
 _REMEDY = "--engine torch, or a model in which a sample's result does not depend on the other samples of its batch"
-
-
-def require_no_batch_norm(model: nn.Module) -> None:
-    """Refuse a model that normalizes over the samples of a batch, of which each of several ranks has only a share.
-
-    Args:
-        model: the model, in the modes in which it trains.
-
-    Raises:
-        JobError: if a module has BatchNorm in training mode.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training and not isinstance(module, SyncBatchNorm):
-            problem = f"{name} is BatchNorm, whose statistics depend on how ranks share a batch"
-            raise JobError(problem, where="engine fsdp2", allowed=_REMEDY)
 
 
 def contained_units(model: nn.Module, names: Sequence[str], run: Callable[[], object], seed: int) -> list[str]:
@@ -92,10 +77,12 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _changed_sums(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    """Return the sum and the sum of absolute values of each buffer that has changed, by name."""
-    now = dict(model.named_buffers())
-    changed = {name: now[name] for name, one in before.items() if not torch.equal(now[name].to(one.device), one)}
-    return {name: (float(one.double().sum()), float(one.double().abs().sum())) for name, one in changed.items()}
+    """Return the sum and the sum of absolute values of each buffer that has changed, by name, without BatchNorm's."""
+    norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _BatchNorm))
+    now = {name: one for name, one in model.named_buffers() if not name.startswith(norms)}
+    changed = [name for name, one in before.items() if name in now and not torch.equal(now[name].to(one.device), one)]
+    wide = {name: now[name].double() for name in changed}
+    return {name: (float(one.sum()), float(one.abs().sum())) for name, one in wide.items()}
 
 
 def _require_same_calls(ranks: Sequence[Sequence[str]]) -> None:
