@@ -21,7 +21,7 @@ from autotune.errors import AutotuneError
 OPTIONS = EngineOptions(meter_memory=False, statistics_every=None)
 REFUSED = (
     *("routed", "own_norm", "remembering", "early", "scalar", "mixed", "complex_", "transposed", "adafactor"),
-    *("clamping", "sparse", "penalised"),
+    *("clamping", "sparse", "penalised", "contrastive"),
 )
 EXACT = (
     *("used_in_training", "afterwards", "objects", "object_root", "unused", "checkpointed", "twice", "adversarial"),

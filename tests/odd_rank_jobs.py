@@ -44,31 +44,31 @@ class Plain(TinyGPT):
 
 
 class Routed(Plain):
-    """A model whose samples choose one of two blocks of equal size."""
+    """A model whose samples choose one of two blocks of equal size in training."""
 
     def through(self, number: int, block: nn.Module, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         chosen = 1 + int(tokens[:, 0].sum()) % 2
-        return x if number in (1, 2) and number != chosen else block(x)
+        return x if self.training and number in (1, 2) and number != chosen else block(x)
 
 
 class Dropped(Plain):
-    """A model that skips a block at random, independently on each rank, after its first passes."""
+    """A model that skips a block at random, independently on each rank, after its first steps."""
 
     calls = 0
 
     def through(self, number: int, block: nn.Module, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x if number == 1 and self.calls > 24 and torch.rand(()) < 0.5 else block(x)
+        self.calls += self.training and torch.is_grad_enabled()
+        return x if number == 1 and self.calls > 8 and torch.rand(()) < 0.5 else block(x)
 
 
 class Late(Plain):
-    """A model that routes its samples only after its first passes, so that no inspection sees it."""
+    """A model that routes its samples only after its first steps, so that no inspection sees it."""
 
     calls = 0
 
     def through(self, number: int, block: nn.Module, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        routed = number in (1, 2) and self.calls > 24
+        self.calls += self.training and torch.is_grad_enabled()
+        routed = number in (1, 2) and self.calls > 8
         return x if routed and number != 1 + int(tokens[:, 0].sum()) % 2 else block(x)
 
 
@@ -80,7 +80,7 @@ class Experts(Block):
         self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        expert = self.experts[int(x.detach().sum().abs() * 1e4) % 2]
+        expert = self.experts[int(x.detach().sum().abs() * 1e4) % 2 if self.training else 0]
         return super().forward(x) + expert(x)
 
 
@@ -332,6 +332,12 @@ def penalty_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return found.square().mean() + slope.square().mean()
 
 
+def contrastive_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    found = model(batch[:, :-1]).mean(1)
+    return F.cross_entropy(found @ found.t(), torch.arange(len(found)))
+
+
+contrastive = _like("contrastive", loss=contrastive_loss)
 clamping = _like("clamping", of_blocks(Clamping))
 sparse = _like("sparse", Sparse, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), clip_norm=None)
 checkpointed = _like("checkpointed", Checkpointed)

@@ -146,6 +146,7 @@ REFUSALS = {
     "clamping": "loss writes to parameter blocks.0.out.weight",
     "sparse": "embedding has sparse gradients",
     "penalised": "the backward pass needs weights that are released already",
+    "contrastive": "in two parts, the weighted losses of a batch sum to",
     "late": "ranks call different parts of the model in one step (allowed",
 }
 TORN_STATES = {

@@ -22,7 +22,7 @@ from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.measurement import Measurement
 from autotune.mechanics import stepping
-from autotune.mechanics.agreed_use import contained_units
+from autotune.mechanics.agreed_use import contained_units, require_separate_samples
 from autotune.mechanics.fully_sharded import (
     FullyShardedProbe,
     FullyShardedUpdate,
@@ -112,9 +112,10 @@ class Fsdp2Engine(RankEngine):
 
     def _spread(self) -> None:
         """Spread the model over the ranks, if they can train it exactly."""
+        if self.world > 1:
+            require_separate_samples(self.model, self._pending[0], self._loss, self.job.count)
         piece, names = self._piece(), [unit.name for unit in self.space.units]
-        compute = functools.partial(self.job.loss, self.model, piece)
-        contained = contained_units(self.model, names, lambda: ask(self.job, "loss", compute), self._seed + self.rank)
+        contained = contained_units(self.model, names, lambda: self._loss(piece), self._seed + self.rank)
         require_spreadable(self.model, contained)
         # Units whose outputs are written to in place gather no weights of their own.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -245,6 +246,11 @@ class Fsdp2Engine(RankEngine):
     def probe(self) -> GradientProbe:
         """Return the probe that observes a sampled step's gradients on all ranks."""
         return FullyShardedProbe(self.model, self.ranked, self._bearing)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch by the job's own function."""
+        found: torch.Tensor = ask(self.job, "loss", functools.partial(self.job.loss, self.model, batch))
+        return found
 
     def _piece(self) -> Any:
         """Return the first micro-batch that this rank would run at the largest k."""

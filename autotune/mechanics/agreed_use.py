@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.errors import JobError
-from autotune.mechanics import randomness
+from autotune.mechanics import devices, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, undo_writes
 from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.rank_calls import different_calls
@@ -19,6 +20,10 @@ from autotune.mechanics.weight_use import WeightUse, weight_use
 
 # Largest difference of a buffer's sum on two ranks that is due to rounding, as a share of the sum of absolute values.
 _ROUNDING = 1e-5
+# Largest relative difference of two losses that differ only by rounding, on CPUs and in fp32.
+_LOSS_ROUNDING = 1e-4
+# Samples that are tried whole and in parts, unless a batch has fewer.
+_TRIED = 4
 _REMEDY = "--engine torch, or a model in which a sample's result does not depend on the other samples of its batch"
 
 
@@ -63,15 +68,61 @@ def _use(model: nn.Module, names: Sequence[str], run: Callable[[], object]) -> W
         return weight_use(model, names, run)
 
 
+def require_separate_samples(
+    model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor], count: stepping.Count | None
+) -> None:
+    """Refuse a loss that is not the mean over a batch's items, each of which depends on its own sample alone.
+
+    A few samples are tried whole and in two parts, in evaluation mode; a loss that draws random numbers is not checked.
+
+    Args:
+        model: the model, not spread yet.
+        batch: a batch.
+        loss: function that returns the mean loss of a batch.
+        count: the job's count of loss-bearing items; ``None`` counts samples.
+
+    Raises:
+        JobError: if the weighted losses of the parts sum to another value, on any rank.
+    """
+    whole = stepping.WholeTensors()
+    whole.note(batch)
+    few = whole.split(batch, max(stepping.num_samples(batch) // _TRIED, 1))[0]
+    parts = whole.split(few, 2)
+    counts = [stepping.count_items(part, count) for part in parts]
+    pair = (0.0, 0.0)
+    # A loss may differentiate within itself.
+    with _unchanged(model), randomness.isolated(), torch.enable_grad():
+        model.eval()
+        expected, again = (_seeded(seed, lambda: float(loss(few))) for seed in (1, 2))
+        if len(parts) == 2 and min(counts) > 0 and expected == again:
+            weighted = zip(parts, stepping.weights(counts), strict=True)
+            pair = (expected, sum(float(loss(part)) * weight for part, weight in weighted))
+    tolerance = _LOSS_ROUNDING * (100 if devices.is_accelerator(next(model.parameters()).device) else 1)
+    for expected, found in of_all_ranks(pair):
+        if abs(found - expected) > tolerance * max(abs(expected), 1e-3):
+            raise JobError(
+                f"in two parts, the weighted losses of a batch sum to {found:.6g} instead of {expected:.6g}",
+                where="engine fsdp2",
+                allowed="a loss that is the mean over the items of `count`, each of which depends on its own sample "
+                "alone (no contrastive loss, no capacities), or --engine torch",
+            )
+
+
+def _seeded(seed: int, compute: Callable[[], float]) -> float:
+    randomness.seed_all(seed)
+    return compute()
+
+
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore a model's modes and buffers after the body."""
+    """Restore a model's modes and buffers after the body, and drop gradients."""
     modes = {module: module.training for module in model.modules()}
     buffers = copy_buffers(model)
     try:
         yield
     finally:
         undo_writes(model, buffers)
+        model.zero_grad(set_to_none=True)
         for module, mode in modes.items():
             module.training = mode
 
