@@ -250,7 +250,7 @@ class Fsdp2Engine(RankEngine):
     def _loss(self, batch: Any) -> torch.Tensor:
         """Return the loss of a batch by the job's own function."""
         found: torch.Tensor = ask(self.job, "loss", functools.partial(self.job.loss, self.model, batch))
-        return found
+        return found.detach()
 
     def _piece(self) -> Any:
         """Return the first micro-batch that this rank would run at the largest k."""

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autotune.errors import JobError, one_line
+from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.memory_meter import resident_tensors
 from autotune.mechanics.rank_calls import RankCalls
@@ -263,6 +264,7 @@ def require_updated_alike(
     problem = _step(build, parts)
     if problem is None and not _alike(before, wholes, parts):
         problem = "it makes another update than on whole parameters"
+    problem = next(filter(None, of_all_ranks(problem)), None)
     if problem is not None:
         raise JobError(
             f"optimizer {name} cannot update parts of parameters: {problem}",
@@ -286,11 +288,12 @@ def _step(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], paramete
 
 
 def _alike(before: Sequence[torch.Tensor], wholes: Sequence[nn.Parameter], parts: Sequence[nn.Parameter]) -> bool:
-    """Return whether parts were updated as whole parameters were, but for rounding."""
+    """Return whether this rank's parts were updated as whole parameters were, but for rounding."""
     for former, whole, part in zip(before, wholes, parts, strict=True):
         assert isinstance(part, DTensor)
-        moved, off = (whole.detach() - former).abs().max(), (whole - part.full_tensor()).detach().abs().max()
-        if off > _ROUNDING * moved + 1e-6:
+        own, expected = _local(part), _local(_distributed(whole.detach(), part))
+        moved = (whole.detach() - former).abs().max()
+        if own.numel() and (own - expected).abs().max() > _ROUNDING * moved + 1e-6:
             return False
     return True
 

@@ -6,6 +6,7 @@ Tensors are read into new ones, and copied into the model only when all ranks ha
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -205,8 +206,10 @@ def _about(folder: str | Path) -> dict[str, Any]:
     if known is None:
         raise EngineError(f"{folder} was not written by this engine's save()")
     read = {_ABOUT: torch.empty(known.size, dtype=torch.uint8)}
-    # Each rank reads alone.
-    state_dict_loader.load(read, checkpoint_id=str(folder), no_dist=True)
+    with warnings.catch_warnings():
+        # Each rank reads alone, on purpose.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        state_dict_loader.load(read, checkpoint_id=str(folder), no_dist=True)
     found: dict[str, Any] = json.loads(bytes(read[_ABOUT].tolist()))
     return found
 

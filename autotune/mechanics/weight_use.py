@@ -16,6 +16,7 @@ from autotune.mechanics.trees import tensors
 
 # Operations whose names end like those that write to a tensor.
 _KEEPING = ("requires_grad_", "detach_")
+_WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ def weight_use(model: nn.Module, names: Sequence[str], run: Callable[[], object]
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(inside)
     shared = {one for found in owners.values() if len(found) > 1 for one in found}
-    weights = {one.untyped_storage().data_ptr(): name for name, one in model.named_parameters()}
+    weights = {one.untyped_storage().data_ptr(): name for name, one in model.named_parameters() if one.numel()}
     watched = _Watched(
         {key: next(iter(found)) if len(found) == 1 else "" for key, found in owners.items()},
         weights,
@@ -149,7 +150,7 @@ class _Watched(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and name not in _KEEPING:
+        if name in _WRITING or (name.endswith("_") and not name.endswith("__") and name not in _KEEPING):
             written = tensors([args[:1], (kwargs or {}).get("out")])
             places = [one.untyped_storage().data_ptr() for one in written if one.layout is torch.strided]
             self.changed += [self._weights[place] for place in places if place in self._weights]
