@@ -13,10 +13,12 @@ import odd_rank_jobs as jobs
 import torch
 import torch.distributed as dist
 from sharded_rank import at_random, farthest, on_one_rank, whole
+from torch import nn
 
 from autotune import EngineOptions, Job, TorchEngine
 from autotune.engines.fsdp2_engine import Fsdp2Engine
 from autotune.errors import AutotuneError
+from autotune.mechanics.shared_norm import share_statistics
 
 OPTIONS = EngineOptions(meter_memory=False, statistics_every=None)
 REFUSED = (
@@ -82,6 +84,32 @@ def exactness(mesh: str, _folder: Path) -> dict[str, float]:
         found[name] = farthest(whole(engine), [one.detach() for one in plain.model.parameters()])
         found[f"metric of {name}"] = max(off) / max(plain.evaluate(), 1.0)
         engine.close()
+    return found
+
+
+def norms(_mesh: str, _folder: Path) -> dict[str, float]:
+    """Normalize a share of a batch on each rank, and the whole batch, forward and backward in float64."""
+    found, rank, draw = {}, dist.get_rank(), torch.Generator().manual_seed(1)
+    ways: list[dict[str, Any]] = [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]
+    for number, way in enumerate(ways):
+        whole_norm, own_norm = (nn.Sequential(nn.BatchNorm2d(3, **way)).double() for _ in range(2))
+        assert share_statistics(own_norm) == ["0"]
+        off = []
+        for rows in ((3, 8), (5, 8)):
+            x, weight = torch.randn(2, 8, 3, 4, 4, generator=draw, dtype=torch.float64)
+            own = slice(0, rows[0]) if rank == 0 else slice(*rows)
+            one, other = x.clone().requires_grad_(), x[own].clone().requires_grad_()
+            expected, made = whole_norm(one), own_norm(other)
+            (expected * weight).sum().backward()
+            (made * weight[own]).sum().backward()
+            off += [expected[own] - made, one.grad[own] - other.grad]  # type: ignore[index,operator]
+            for theirs, ours in zip(whole_norm.parameters(), own_norm.parameters(), strict=True):
+                assert ours.grad is not None
+                dist.all_reduce(ours.grad)
+                off.append(theirs.grad - ours.grad)
+                theirs.grad = ours.grad = None
+            off += [a.double() - b for a, b in zip(whole_norm.buffers(), own_norm.buffers(), strict=True)]
+        found[f"norm {number}"] = max(float(one.detach().abs().max()) for one in off)
     return found
 
 

@@ -168,12 +168,13 @@ def assert_refused(found: dict[str, str], expected: dict[str, str], kind: str) -
 
 
 def test_ranks_refuse_what_they_cannot_train_exactly_and_keep_all_states(tmp_path: Path) -> None:
-    run_on_ranks("odd_rank.py", tmp_path, "shard=2", "refusals,exactness,states")
+    run_on_ranks("odd_rank.py", tmp_path, "shard=2", "refusals,norms,exactness,states")
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert_refused(found["refusals"], REFUSALS, "JobError")
         assert found["refusals"]["kept"] == "True"
         assert max(found["exactness"].values()) <= 3e-7
+        assert max(found["norms"].values()) <= 1e-12
         states = found["states"]
         assert_refused(states["refused"], TORN_STATES, "EngineError")
         assert states["kept"]

@@ -23,7 +23,7 @@ from autotune.errors import JobError
 from autotune.mechanics.collectives import of_all_ranks, of_first_rank, wrapped_collectives
 
 # Calls of a step that are compared one by one; all later ones together, at the step's end.
-_COMPARED = 4096
+_COMPARED = 2**15
 _WORD = 8
 # Kinds of calls; the kind is the upper part of a call's code.
 _UNIT, _EXCHANGE, _END = range(3)
