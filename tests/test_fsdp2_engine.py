@@ -288,6 +288,16 @@ def test_planner_plans_for_a_mesh_and_writes_it_into_the_plan(
 
 
 @pytest.mark.slow
+def test_overhead_is_measured_against_a_loop_of_the_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "overhead", "--job", str(TESTS / "tiny_job.py"), "--engine", "fsdp2", "--pairs", "4", "--json"]
+    assert run([*command, "--runs-dir", str(tmp_path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["engine"], document["layout"], document["pairs"]) == ("fsdp2", "shard=2", 4)
+    low, high = document["ratio_ci95"]
+    assert low <= document["ratio_median"] <= high
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_arms_are_compared_on_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = str(TESTS / "tiny_job.py")
