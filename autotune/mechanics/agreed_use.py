@@ -135,7 +135,8 @@ def _changed_sums(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _BatchNorm))
     now = {name: one for name, one in model.named_buffers() if not name.startswith(norms)}
     changed = [name for name, one in before.items() if name in now and not torch.equal(now[name].to(one.device), one)]
-    wide = {name: now[name].double() for name in changed}
+    parts = {name: torch.view_as_real(now[name]) if now[name].is_complex() else now[name] for name in changed}
+    wide = {name: part.double() for name, part in parts.items()}
     return {name: (float(one.sum()), float(one.abs().sum())) for name, one in wide.items()}
 
 
