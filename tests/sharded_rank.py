@@ -9,6 +9,7 @@ import hashlib
 import json
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from autotune import EngineOptions, Job, TorchEngine
 from autotune.engines.deepspeed_engine import DeepSpeedEngine
 from autotune.engines.fsdp2_engine import Fsdp2Engine
 from autotune.engines.rank_engine import RankEngine
+from autotune.mechanics.collectives import of_all_ranks, of_first_rank
+from autotune.mesh import Mesh
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 
 BATCH, LENGTH = 8, 6
@@ -128,13 +131,36 @@ def farthest(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def equals_torch(layout: str, steps: int, **changes: Any) -> dict[str, Any]:
+def moved(engine: RankEngine, mesh: Mesh, options: EngineOptions) -> RankEngine:
+    """Continue a run on another mesh of the same ranks, from the state in a folder."""
+    assert isinstance(engine, Fsdp2Engine)
+    with tempfile.TemporaryDirectory() as own:
+        folder = of_first_rank(own)
+        engine.save(folder)
+        engine.close()
+        found = Fsdp2Engine(engine.job, mesh=str(mesh), options=options)
+        found.load(folder)
+        # No rank removes the folder before all have read it.
+        of_all_ranks(folder)
+    return found
+
+
+def equals_torch_on_all_meshes(layout: str, steps: int) -> dict[str, Any]:
+    """Do as :func:`equals_torch`, with the mesh drawn anew at every eighth step."""
+    return equals_torch(layout, steps, moving=True)
+
+
+def equals_torch(layout: str, steps: int, *, moving: bool = False, **changes: Any) -> dict[str, Any]:
     """Train under a random plan at every step, and train the same with plain torch in this process."""
     options = EngineOptions(meter_memory=False, statistics_every=7)
     ours = engine_of(layout, make(**changes), options=options)
     plain = TorchEngine(make(**changes), options=options)
-    draw, windows, switches = random.Random(5), [], 0
-    for _ in range(steps):
+    draw, windows, switches, meshes = random.Random(5), [], 0, set()
+    for step in range(steps):
+        if moving and step % 8 == 7:
+            mesh = draw.choice(Mesh.all_of(ours.world))
+            ours = moved(ours, mesh, options)
+            meshes.add(str(mesh))
         plan = at_random(ours.space, draw)
         switches += plan != ours.plan
         ours.apply(plan)
@@ -154,6 +180,7 @@ def equals_torch(layout: str, steps: int, **changes: Any) -> dict[str, Any]:
         "norm_apart": max(norms),
         "sampled": len(norms),
         "switches": switches,
+        "meshes": len(meshes),
         "failures": sum(one.failure is not None for one, _ in windows),
         "samples": ours.progress.samples,
         "micro_batches": sum(plan_window.steps for plan_window, _ in windows),

@@ -243,6 +243,27 @@ def test_job_that_cannot_be_built_is_rejected_in_one_line(tmp_path: Path) -> Non
         IsolatedEngine(failing_job.job)  # type: ignore[arg-type]
 
 
+def test_child_that_is_killed_while_it_builds_the_model_costs_a_start_or_a_window(tmp_path: Path) -> None:
+    doomed, dying = tmp_path / "doomed.py", tmp_path / "dying"
+    doomed.write_text(
+        "import os, signal\nfrom pathlib import Path\nimport failing_job\njob = failing_job.job\n"
+        f"if Path({str(dying)!r}).exists():\n"
+        f"    Path({str(dying)!r}).unlink()\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    dying.touch()
+    engine = IsolatedEngine(str(doomed), options=OPTIONS)
+    try:
+        assert engine.children == 2
+        dying.touch()
+        engine._end()
+        failed = engine.run(1)
+        assert failed.failure is Failure.CRASHED
+        assert failed.failure_detail == "ended by SIGKILL"
+        assert engine.run(1).failure is None
+    finally:
+        engine.close()
+
+
 def test_plan_outside_the_space_is_rejected_and_the_child_survives() -> None:
     engine = IsolatedEngine(JOB, options=OPTIONS)
     try:

@@ -50,7 +50,8 @@ def test_ranks_connect_only_over_loopback(ranks: int, monkeypatch: pytest.Monkey
     ("how", "ranks", "said"),
     [
         pytest.param("raise", 3, 'crashed: rank 2: KeyError: "the rank\'s own"', marks=pytest.mark.slow),
-        pytest.param("exit", 2, "crashed: rank 1: ended with exit code 7", marks=pytest.mark.slow),
+        pytest.param("exit 7", 2, "crashed: rank 1: ended with exit code 7", marks=pytest.mark.slow),
+        ("exit 0", 3, "crashed: rank 2: ended with exit code 0"),
         ("kill", 2, "crashed: rank 1: ended by SIGKILL"),
     ],
 )

@@ -317,7 +317,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - the parent process classifies it
             fail(wire, number, error)
         wire.send({"done": True})
-    leave(0)
+    leave()
 
 
 if __name__ == "__main__":

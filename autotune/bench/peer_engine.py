@@ -252,7 +252,7 @@ def main() -> None:
     ENGINES[ENGINE] = EngineEntry("autotune.bench.peer_engine", "PeerEngine", ("technique",))
     wire, opening, number = opened()
     worker_main.serve(wire, opening, number)
-    leave(0)
+    leave()
 
 
 if __name__ == "__main__":

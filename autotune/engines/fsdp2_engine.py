@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch import distributed
 
 from autotune.choices import STORAGES
+from autotune.engines.job_checks import ask
 from autotune.engines.rank_engine import RankEngine
 from autotune.engines.rendezvous import join_ranks
 from autotune.engines.torch_engine import EngineOptions, Progress
-from autotune.errors import EngineError, InputError, one_line
+from autotune.errors import InputError, JobError
 from autotune.job import Job
-from autotune.mechanics import randomness, stepping
-from autotune.mechanics.buffers import copy_buffers, undo_writes
-from autotune.mechanics.collectives import of_first_rank
+from autotune.measurement import Measurement
+from autotune.mechanics import stepping
+from autotune.mechanics.agreed_use import contained_units, require_separate_samples
 from autotune.mechanics.fully_sharded import (
     FullyShardedProbe,
     FullyShardedUpdate,
+    gather_rest,
     keep_gathered,
-    self_contained,
+    require_spreadable,
+    require_updated_alike,
     spread,
 )
 from autotune.mechanics.gradient_stats import GradientProbe
+from autotune.mechanics.rank_calls import RankCalls
+from autotune.mechanics.shared_norm import share_statistics
+from autotune.mechanics.spread_state import RunState, read_state, save_state
 from autotune.mesh import MESH_FORM, Mesh
 from autotune.plan import Plan
+
+# What torch raises for a view of a tensor whose memory was released.
+_RELEASED = "setStorage"
 
 
 class Fsdp2Engine(RankEngine):
@@ -73,6 +82,9 @@ class Fsdp2Engine(RankEngine):
     ) -> None:
         self._asked = None if mesh is None else Mesh.parse(mesh)
         self._seed = seed
+        self._calls: RankCalls | None = None
+        self._watching: list[Any] = []
+        self._normalizes = False
         super().__init__(job, seed=seed, device=device, options=options)
 
     def connect(self, device: str) -> None:
@@ -96,15 +108,33 @@ class Fsdp2Engine(RankEngine):
         if self.mesh.shard > 1:
             offered = {*self.space.storages, *(one for one in STORAGES if one.keeps_gathered)}
             self.space = replace(self.space, storages=tuple(one for one in STORAGES if one in offered))
-        names = [unit.name for unit in self.space.units]
+        self._spread()
+
+    def _spread(self) -> None:
+        """Spread the model over the ranks, if they can train it exactly."""
+        if self.world > 1:
+            require_separate_samples(self.model, self._pending[0], self._loss, self.job.count)
+        piece, names = self._piece(), [unit.name for unit in self.space.units]
+        contained = contained_units(self.model, names, lambda: self._loss(piece), self._seed + self.rank)
+        require_spreadable(self.model, contained)
         # Units whose outputs are written to in place gather no weights of their own.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        spread(self.model, self._self_contained(names), self.mesh, self.device.type)
+        spread(self.model, contained, self.mesh, self.device.type)
+        if self.world > 1:
+            self._calls = RankCalls([*contained, ""], "fsdp2")
+            self._watching = self._calls.watch(self.model)
+            self._normalizes = bool(share_statistics(self.model))
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Return the update of the job's optimizer over this rank's shards."""
+        require_updated_alike([one for one in self.model.parameters() if one.requires_grad], self.job.optimizer)
         return FullyShardedUpdate(
-            self.model, optimizer, self.mesh, clip_norm=self.job.clip_norm, device_type=self.device.type
+            self.model,
+            optimizer,
+            self.mesh,
+            clip_norm=self.job.clip_norm,
+            device_type=self.device.type,
+            calls=self._calls,
         )
 
     def apply(self, plan: Plan) -> None:
@@ -115,20 +145,78 @@ class Fsdp2Engine(RankEngine):
 
     def evaluate(self) -> float:
         """Return the job's metric in the user's own precision, without changing the training state."""
+        if self._calls is not None:
+            self._calls.begin()
         try:
+            gather_rest(self.model)
             return super().evaluate()
         finally:
             self.ranked.settle()
 
+    def run(self, steps: int) -> Measurement:
+        """Run a window of optimizer steps.
+
+        Raises:
+            EngineError: if the engine was closed.
+            JobError: if ranks call different parts of the model, or the loss needs gradients of gradients; that step
+                has changed no weight.
+        """
+        with contextlib.nullcontext() if self._calls is None else self._calls.exchanging():
+            try:
+                return super().run(steps)
+            except RuntimeError as error:
+                if _RELEASED not in str(error):
+                    raise
+                raise JobError(
+                    "the backward pass needs weights that are released already, as gradients of gradients do",
+                    where="engine fsdp2",
+                    allowed="a loss that differentiates once, or --engine torch",
+                ) from error
+
+    def shares(self, pieces: Sequence[Any]) -> stepping.Shares:
+        """Return this rank's micro-batches of a step; see :class:`RankEngine`.
+
+        Raises:
+            JobError: if the model has BatchNorm, and a rank's samples have no loss-bearing item.
+        """
+        found = super().shares(pieces)
+        if self._normalizes and not all(self._bearing):
+            raise JobError(
+                "the samples of a rank have no loss-bearing item, and BatchNorm must see all samples",
+                where="engine fsdp2",
+                allowed="more samples in a batch, or --engine torch",
+            )
+        return found
+
+    def total(self, losses: Sequence[torch.Tensor]) -> float:
+        """Return the mean loss per item of the whole step, of which all ranks have called the same units."""
+        if self._calls is None:
+            return super().total(losses)
+        own = self.loss_here(losses)
+        shared = torch.tensor([own, *self._calls.pieces()], dtype=torch.float64, device=self.device)
+        distributed.all_reduce(shared)
+        self._calls.require_same(shared[1:].tolist())
+        return float(shared[0])
+
+    def close(self) -> None:
+        """Release the model's units, gradients and batches, and stop noting its calls."""
+        super().close()
+        for handle in self._watching:
+            handle.remove()
+
     def save(self, folder: str | Path) -> None:
-        """Write the training state to a folder, of which every rank writes its part.
+        """Write the training state to a folder, of which every rank writes its part; the run goes on as without it.
 
         Unlike a snapshot, it can be loaded by any number of ranks and on any mesh.
 
         Args:
             folder: an empty or new folder that all ranks see.
+
+        Raises:
+            EngineError: if the folder cannot be written.
         """
-        state_dict_saver.save(self._stored(), checkpoint_id=str(folder))
+        self.ranked.settle()
+        save_state(self._state(), folder)
 
     def load(self, folder: str | Path) -> None:
         """Continue from the training state in a folder, whatever mesh has written it.
@@ -139,43 +227,33 @@ class Fsdp2Engine(RankEngine):
             folder: a folder that :meth:`save` has written for the same job and seed.
 
         Raises:
-            EngineError: if the folder cannot be read, or belongs to another model.
+            EngineError: if the folder cannot be read, or belongs to another job, seed or model; nothing has changed.
         """
-        stored = self._stored()
-        try:
-            state_dict_loader.load(stored, checkpoint_id=str(folder))
-        except (CheckpointException, OSError, KeyError, RuntimeError, ValueError) as error:
-            raise EngineError(f"the training state in {folder} cannot be loaded ({one_line(error)})") from error
-        self.continue_from(Progress(**stored["progress"]))
-        set_state_dict(
-            self.model,
-            self.update.optimizer,
-            model_state_dict=stored["model"],
-            optim_state_dict=stored["optimizer"],
-        )
+        self.ranked.settle()
+        found = read_state(self._state(), folder)
+        self.continue_from(Progress(**found.progress))
+        found.put_into(self._state())
         self.seed_rank(self._seed, self.progress.steps)
 
-    def _stored(self) -> dict[str, Any]:
-        """Return the training state as distributed tensors and numbers."""
-        self.ranked.settle()
-        model, optimizer = get_state_dict(self.model, self.update.optimizer)
-        return {"model": model, "optimizer": optimizer, "progress": asdict(self.progress)}
+    def _state(self) -> RunState:
+        return RunState(
+            model=self.model,
+            optimizer=self.update.optimizer,
+            run={"job": self.job.name, "seed": self._seed},
+            progress=asdict(self.progress),
+        )
 
     def probe(self) -> GradientProbe:
         """Return the probe that observes a sampled step's gradients on all ranks."""
         return FullyShardedProbe(self.model, self.ranked, self._bearing)
 
-    def _self_contained(self, names: list[str]) -> list[str]:
-        """Return the units that can gather their own weights, the same on all ranks."""
-        piece = stepping.split(self._pending[0], stepping.num_samples(self._pending[0]))[0]
-        modes = {module: module.training for module in self.model.modules()}
-        buffers = copy_buffers(self.model)
-        try:
-            with randomness.isolated(), torch.no_grad():
-                self.model.eval()
-                found = self_contained(self.model, names, lambda: self.job.loss(self.model, piece))
-        finally:
-            undo_writes(self.model, buffers)
-            for module, training in modes.items():
-                module.training = training
-        return of_first_rank(found)
+    def _loss(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch by the job's own function."""
+        found: torch.Tensor = ask(self.job, "loss", functools.partial(self.job.loss, self.model, batch))
+        return found.detach()
+
+    def _piece(self) -> Any:
+        """Return the first micro-batch that this rank would run at the largest k."""
+        pieces = self._pending if self.job.batching == "adaptive" else [None] * self.space.accumulation_choices[-1]
+        here = self.shares(pieces).here
+        return here[0][0] if here else self._pending[0]

@@ -6,6 +6,7 @@ snapshot that was taken or restored, or from the job's beginning if there is non
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
@@ -21,6 +22,8 @@ from autotune.errors import EngineError, JobError
 from autotune.measurement import Measurement
 from autotune.mechanics.devices import device_kind
 from autotune.plan import Plan, PlanSpace
+
+logger = logging.getLogger(__name__)
 
 Predict = Callable[[Plan], float | None]
 
@@ -114,7 +117,7 @@ class IsolatedEngine(EngineBase):
         self._child: Workers | None = None
         self.children = 0
         try:
-            opened = self._open()
+            opened = self._first_opened()
         except BaseException:
             self.close()
             raise
@@ -205,11 +208,21 @@ class IsolatedEngine(EngineBase):
         """Start a child, and wait until it has built its model."""
         self.children += 1
         self._child = Workers("autotune.engines.worker_main", self._opening, ranks=self._ranks)
+        opened: dict[str, Any] = self._received(self._patience.opening_s)["answer"]
+        return opened
+
+    def _first_opened(self) -> dict[str, Any]:
+        """Start the first child, once more if a signal ends it, which need not be due to the job."""
         try:
-            opened: dict[str, Any] = self._received(self._patience.opening_s)["answer"]
+            try:
+                return self._open()
+            except WorkersError as error:
+                if not error.killed:
+                    raise
+                logger.warning("%s: %s while the model was built; it is built again", self._job, error)
+            return self._open()
         except WorkersError as error:
             raise JobError(f"the model could not be built ({error.failure}: {error})", where=self._job) from error
-        return opened
 
     def _received(self, timeout_s: float) -> dict[str, Any]:
         """Return the child's next document; end a child that sends none, because its state is unknown."""

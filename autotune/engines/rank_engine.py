@@ -173,10 +173,14 @@ class RankEngine(TorchEngine, ABC):
 
     def total(self, losses: Sequence[torch.Tensor]) -> float:
         """Return the mean loss per item of the whole step."""
-        shared = torch.stack([loss.float() for loss in losses]).sum() if losses else torch.tensor(float("nan"))
-        shared = shared.to(self.device) / self.world
+        shared = self.loss_here(losses)
         distributed.all_reduce(shared)
         return float(shared)
+
+    def loss_here(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this rank's part of the mean loss per item of the whole step."""
+        own = torch.stack([loss.float() for loss in losses]).sum() if losses else torch.tensor(float("nan"))
+        return own.to(self.device) / self.world
 
     def may_split(self) -> bool:
         """Return whether a step may be split in two to measure the noise scale; several ranks need no split."""

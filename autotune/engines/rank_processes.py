@@ -150,4 +150,4 @@ def be_rank(work: Callable[[dict[str, Any], Report], Mapping[str, Any]]) -> NoRe
         fail(wire, number, error)
     if number == 0:
         send_answer(wire, "found", found)
-    leave(0)
+    leave()

@@ -5,9 +5,9 @@ that it stays small and forks before any library starts threads. Every worker ru
 file descriptor of its wire, and its own number. WIRES are the workers' ends of their sockets. With STORE, the workers
 are the ranks of a process group, and STORE is the socket on which its store listens.
 
-Standard input is a socket to the caller. If that socket closes, or a worker fails, all workers end, and so do all
-processes that they started, in any group or session. The last message on the socket is the number and the exit code of
-the worker that failed first, or ``0 0`` if none failed.
+Standard input is a socket to the caller. If that socket closes, or a worker ends before its work is done, all workers
+end, and so do all processes that they started, in any group or session. The last message on the socket is the number
+and the exit code of the worker that ended too early, or ``0 0`` if none did.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# The exit code of a worker that raised.
-RAISED = 1
+# The exit codes of a worker that raised, and of one that has done its work: with 0, a job may have ended the process.
+RAISED, DONE = 1, 113
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -98,7 +98,7 @@ def _watch(workers: dict[int, int], caller: int) -> tuple[int, int] | None:
     while True:
         ended = [(process, code) for process, code in _ended() if process in workers]
         # If several ended at once, one that was killed or exited caused the exceptions of the others.
-        failed = sorted((code == RAISED, code, workers[process]) for process, code in ended if code)
+        failed = sorted((code == RAISED, code, workers[process]) for process, code in ended if code != DONE)
         if failed:
             return failed[0][2], failed[0][1]
         running.difference_update(process for process, _ in ended)

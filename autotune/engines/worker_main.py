@@ -21,7 +21,7 @@ def main() -> None:
     # If the caller is gone, there is nothing to report.
     with contextlib.suppress(EOFError, OSError):
         serve(wire, opening, number)
-    leave(0)
+    leave()
 
 
 def serve(wire: Wire, opening: dict[str, Any], number: int) -> None:

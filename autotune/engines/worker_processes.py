@@ -43,11 +43,13 @@ class WorkersError(EngineError):
     Args:
         failure: the kind of failure.
         detail: one line about the failure.
+        killed: whether a signal ended one of them, as another program may have sent.
     """
 
-    def __init__(self, failure: Failure, detail: str) -> None:
+    def __init__(self, failure: Failure, detail: str, *, killed: bool = False) -> None:
         super().__init__(" ".join(detail.split()))
         self.failure = failure
+        self.killed = killed
 
 
 class Workers:
@@ -205,7 +207,7 @@ class Workers:
             how = f"ended by {_signal_name(-code)}"
         else:
             how = f"ended with exit code {code}"
-        return WorkersError(Failure.CRASHED, f"{who}{how}{self._last_words()}")
+        return WorkersError(Failure.CRASHED, f"{who}{how}{self._last_words()}", killed=code is not None and code < 0)
 
     def _who(self, number: int | None) -> str:
         """Return the prefix of a sentence about one of several workers."""
@@ -284,7 +286,7 @@ def fail(wire: Wire, number: int, error: Exception) -> NoReturn:
     leave(supervisor.RAISED)
 
 
-def leave(code: int) -> NoReturn:
+def leave(code: int = supervisor.DONE) -> NoReturn:
     """End the process without the interpreter's clean-up, in which a job's threads could hang."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -66,7 +66,7 @@ class CollectiveClock:
     @contextmanager
     def running(self) -> Iterator[CollectiveClock]:
         """Time the body's collectives."""
-        with _wrapped(self._timed):
+        with wrapped_collectives(self._timed):
             yield self
 
     def entered(self) -> None:
@@ -137,7 +137,7 @@ def settled_collectives() -> Iterator[None]:
     if not (distributed.is_available() and distributed.is_initialized()):
         yield
         return
-    with _wrapped(_settled):
+    with wrapped_collectives(_settled):
         yield
 
 
@@ -160,8 +160,12 @@ def _settled(call: Call) -> Call:
 
 
 @contextmanager
-def _wrapped(wrap: Callable[[Call], Call]) -> Iterator[None]:
-    """Wrap each collective while the body runs."""
+def wrapped_collectives(wrap: Callable[[Call], Call]) -> Iterator[None]:
+    """Wrap each collective while the body runs.
+
+    Args:
+        wrap: function that returns what is called in place of a collective.
+    """
     places: list[tuple[Any, str]] = [(distributed, name) for name in _COLLECTIVES if hasattr(distributed, name)]
     backend = getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None)
     places += [(backend, name) for name in _KEPT if getattr(backend, name, None) is not None]

@@ -15,18 +15,23 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.overrides import TorchFunctionMode
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from autotune.errors import JobError
+from autotune.errors import JobError, one_line
+from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.memory_meter import resident_tensors
+from autotune.mechanics.rank_calls import RankCalls
 from autotune.mechanics.rank_probe import RankProbe, RankUpdate
-from autotune.mechanics.trees import map_tensors, tensors
+from autotune.mechanics.trees import map_tensors
 from autotune.mesh import Mesh
 
 # A tensor of which this rank has a part, in a snapshot.
 _PART = "part_of_rank"
+# Characters of an optimizer's exception that are shown.
+_QUOTED = 200
+# Largest difference of two updates that differ only by rounding, as a share of the update.
+_ROUNDING = 1e-3
 
 
 class FullyShardedUpdate(RankUpdate):
@@ -41,6 +46,7 @@ class FullyShardedUpdate(RankUpdate):
         mesh: the layout of the ranks.
         clip_norm: norm at which gradients are clipped; ``None`` for no clipping.
         device_type: the device's type.
+        calls: record of the step's calls, which ranks compare; ``None`` on one rank.
     """
 
     def __init__(
@@ -51,11 +57,13 @@ class FullyShardedUpdate(RankUpdate):
         *,
         clip_norm: float | None,
         device_type: str,
+        calls: RankCalls | None = None,
     ) -> None:
         super().__init__(optimizer, clip_norm=clip_norm, device_type=device_type, order=model.parameters())
         self.model = model
         self.copies = mesh.dp
         self._mesh = mesh
+        self._calls = calls
         self._left = 0
         self._gathering = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -63,6 +71,8 @@ class FullyShardedUpdate(RankUpdate):
         """Set the number of micro-batches that each rank runs in the next update."""
         # Weights that a forward pass without a backward pass has gathered are older than the last update.
         self.settle()
+        if self._calls is not None:
+            self._calls.begin()
         self._left = micro_batches
         self._mark()
 
@@ -80,6 +90,12 @@ class FullyShardedUpdate(RankUpdate):
             root.set_requires_gradient_sync(self._left <= 1)
         else:
             root.set_requires_all_reduce(self._left <= 1)
+
+    def unscale(self) -> float:
+        """Return the 2-norm of the reduced gradient, the same on every rank."""
+        if self._calls is not None:
+            self._calls.end([parameter.grad is not None for parameter in self.parameters])
+        return super().unscale()
 
     def shards(self) -> list[tuple[int, torch.Tensor]]:
         """Return this rank's part of the reduced gradient, with the parameters' indices; empty parts are left out."""
@@ -165,91 +181,121 @@ def spread(model: nn.Module, names: Iterable[str], mesh: Mesh, device_type: str)
         if device_type == "cpu":
             # It would gather weights before they are needed, to no use where nothing runs beside the computation.
             gathers.set_modules_to_backward_prefetch([gathers])
+    # Otherwise the first module that is called would count as the model, even if it is a part of it.
+    gathers._get_fsdp_state()._lazy_init()
 
 
-def self_contained(model: nn.Module, names: Sequence[str], run: Callable[[], object]) -> list[str]:
-    """Return the modules whose weights are used by their own forward alone, and are not shared with others.
+def gather_rest(model: nn.Module) -> None:
+    """Gather the weights that belong to no unit, until the update settles: parts of the model may be called alone."""
+    root: Any = model
+    root.unshard()
 
-    Only their weights can be gathered when they are called, and released after that. A module whose output is written
-    to in place is left out, too: the write may remove the hook on the output that gathers weights for backward.
+
+def require_spreadable(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse a model that ``fully_shard`` cannot spread.
 
     Args:
-        model: the model, before it is spread.
-        names: names of modules that do not overlap.
-        run: function that runs the model once.
+        model: the model, not spread yet.
+        names: the modules that will gather their own weights.
 
     Raises:
-        JobError: if the model itself is not called, only parts of it.
+        JobError: if a parameter is a scalar, complex or not contiguous, if a gradient is sparse, or if weights that are
+            gathered together have several dtypes.
     """
-    owners: dict[int, set[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        inside = next((one for one in names if name == one or name.startswith(f"{one}.")), "")
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(inside)
-    shared = {one for found in owners.values() if len(found) > 1 for one in found}
-    own = {key: next(iter(found)) for key, found in owners.items() if len(found) == 1}
-    used = _UsedElsewhere(own)
-    called: list[object] = []
-    handles = [hook for name in names for hook in used.watch(model.get_submodule(name), name)]
-    handles.append(model.register_forward_pre_hook(lambda module, _: called.append(module)))
-    try:
-        with used:
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not called:
-        raise JobError(
-            "loss calls parts of the model, but not the model",
-            where="engine fsdp2",
-            allowed="a loss that calls the model, which gathers the weights that belong to no unit",
-        )
-    return [name for name in names if name in used.called and name not in shared | used.found | used.written()]
+    dtypes: dict[str, set[str]] = {}
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and any(one.requires_grad for one in module.parameters(recurse=False)):
+            raise JobError(f"{name} has sparse gradients", where="engine fsdp2", allowed="sparse=False")
+    for name, parameter in model.named_parameters():
+        problem, allowed = _unspreadable(parameter)
+        if problem:
+            raise JobError(f"parameter {name} {problem}", where="engine fsdp2", allowed=allowed)
+        if parameter.requires_grad:
+            group = next((one for one in names if name.startswith(f"{one}.")), "")
+            dtypes.setdefault(group, set()).add(str(parameter.dtype).removeprefix("torch."))
+    for group, found in dtypes.items():
+        if len(found) > 1:
+            what = f"unit {group} has" if group else "parameters that belong to no unit have"
+            problem = f"{what} the dtypes {' and '.join(sorted(found))}"
+            raise JobError(problem, where="engine fsdp2", allowed="one dtype in all weights that are gathered together")
 
 
-class _UsedElsewhere(TorchFunctionMode):
-    """Mode that finds the modules whose weights are used while none of them runs.
+def _unspreadable(parameter: nn.Parameter) -> tuple[str, str]:
+    """Return why a parameter cannot be spread, and what could be; both empty if it can be."""
+    if parameter.dim() == 0:
+        return "has no dimension", "parameters of shape (1,) instead"
+    if parameter.is_complex():
+        return "is complex", "real parameters, such as a last dimension of two"
+    if not parameter.is_contiguous():
+        return "is not contiguous in memory", "parameters made by .contiguous(), not transposed or channels_last"
+    return "", ""
+
+
+def require_updated_alike(
+    parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> None:
+    """Refuse an optimizer that updates parts of parameters otherwise than whole ones.
+
+    It is tried on small parameters of as many dimensions as the model's, whole and spread over the ranks.
 
     Args:
-        own: the name of the module that each weight belongs to, by the weight's id.
+        parameters: the model's trained parameters, spread over ranks.
+        build: function that returns the optimizer of parameters.
 
-    Attributes:
-        found: names of the modules whose weights were used elsewhere.
-        called: names of the modules that were called.
+    Raises:
+        JobError: if the optimizer raises for parts alone, or makes another update.
     """
+    generator = torch.Generator().manual_seed(0)
+    wholes, parts = [], []
+    for one in parameters:
+        assert isinstance(one, DTensor)
+        shape = [min(size, 2 * one.device_mesh.size() + 1 if place == 0 else 3) for place, size in enumerate(one.shape)]
+        drawn = torch.randn(2, *shape, generator=generator).to(one.device, one.dtype)
+        whole = nn.Parameter(drawn[0].clone())
+        part = nn.Parameter(_distributed(drawn[0], one))
+        whole.grad, part.grad = drawn[1].clone(), _distributed(drawn[1], one)
+        wholes.append(whole)
+        parts.append(part)
+    before = [whole.detach().clone() for whole in wholes]
+    if _step(build, wholes) is not None:
+        # It is not made for such small parameters.
+        return
+    name = type(build(list(wholes))).__name__
+    problem = _step(build, parts)
+    if problem is None and not _alike(before, wholes, parts):
+        problem = "it makes another update than on whole parameters"
+    problem = next(filter(None, of_all_ranks(problem)), None)
+    if problem is not None:
+        raise JobError(
+            f"optimizer {name} cannot update parts of parameters: {problem}",
+            where="engine fsdp2",
+            allowed="an optimizer that updates each entry by itself, such as AdamW, or --engine torch",
+        )
 
-    def __init__(self, own: Mapping[int, str]) -> None:
-        super().__init__()
-        self._own = own
-        self._running: list[str] = []
-        self.found: set[str] = set()
-        self.called: set[str] = set()
-        # Each output's module and version when it was returned.
-        self._outputs: list[tuple[str, torch.Tensor, int]] = []
 
-    def watch(self, module: nn.Module, name: str) -> list[Any]:
-        """Watch a module's calls until the returned handles are removed."""
+def _distributed(tensor: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a tensor that all ranks have, spread like another one; nothing is sent."""
+    return distribute_tensor(tensor.clone(), like.device_mesh, like.placements, src_data_rank=None)
 
-        def begin(*_: object) -> None:
-            self._running.append(name)
-            self.called.add(name)
 
-        def end(_module: nn.Module, _args: object, output: Any) -> None:
-            self._running.pop()
-            self._outputs += [(name, one, one._version) for one in tensors(output)]
+def _step(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter]) -> str | None:
+    """Make one update, and return what it raised on one line; ``None`` if nothing."""
+    try:
+        build(list(parameters)).step()
+    except Exception as error:  # noqa: BLE001 - whatever an optimizer raises tells that it cannot be used
+        return one_line(error)[:_QUOTED]
+    return None
 
-        return [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
 
-    def written(self) -> set[str]:
-        """Return the names of the modules whose outputs were written to in place."""
-        return {name for name, output, version in self._outputs if output._version != version}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Reading an attribute, such as a dtype, needs no gathered weight.
-        if getattr(func, "__name__", "") != "__get__":
-            names = {self._own.get(id(value), "") for value in tensors([args, kwargs or {}])}
-            self.found |= names.difference(self._running, {""})
-        return func(*args, **(kwargs or {}))
+def _alike(before: Sequence[torch.Tensor], wholes: Sequence[nn.Parameter], parts: Sequence[nn.Parameter]) -> bool:
+    """Return whether this rank's parts were updated as whole parameters were, but for rounding."""
+    for former, whole, part in zip(before, wholes, parts, strict=True):
+        assert isinstance(part, DTensor)
+        own, expected = _local(part), _local(_distributed(whole.detach(), part))
+        moved = (whole.detach() - former).abs().max()
+        if own.numel() and (own - expected).abs().max() > _ROUNDING * moved + 1e-6:
+            return False
+    return True
 
 
 def _devices(mesh: Mesh, device_type: str) -> DeviceMesh:
