@@ -99,12 +99,12 @@ def policy() -> Iterator[str]:
     """Yield what the shipped kind of policy wins where conditions move."""
     moving = read("policy")["dynamic"]
     for row, name in POLICY_ROWS.items():
-        won = moving[name]["methods"]["ppo"]
-        # Where it wins nothing, neither does its interval say much.
-        shown = f"{won['won_percent'] + 0.0:.1f} %".replace("-0.0", "0.0")
-        if round(won["won_percent"], 1) > 0:
-            shown = f"**{shown}** ({won['won_ci95'][0]:.1f} to {won['won_ci95'][1]:.1f})"
-        yield f"| {row} | {moving[name]['headroom_percent']:.1f} % | {shown}"
+        methods = moving[name]["methods"]
+        cells = []
+        for arm in ("ppo", "ppo_drawn", "exploring"):
+            low, high = (end + 0.0 for end in methods[arm]["won_ci95"])
+            cells.append(f"{methods[arm]['won_percent'] + 0.0:.2f} ({low:.2f} to {high:.2f})")
+        yield f"| {row} | {moving[name]['headroom_percent']:.1f} | {' | '.join(cells)} |".replace("-0.00", "0.00")
 
 
 def families() -> Iterator[str]:
