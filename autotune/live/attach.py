@@ -83,7 +83,7 @@ def detach(model: nn.Module, reason: str = "detach() was called") -> None:
 def attach(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    policy: object = "ppo",
+    policy: object = "planner",
     *,
     engine: Any = None,
     mode: str = "exact",
@@ -101,8 +101,8 @@ def attach(
     Args:
         model: the model as the loop calls it, on its device; it may be in ``DistributedDataParallel``.
         optimizer: its optimizer.
-        policy: ``ppo`` (the shipped policy), ``planner``, ``exact``, ``greedy``, a policy folder, a plan file, a
-            decision log to repeat, or an object with ``decide(observation, plan)``.
+        policy: ``planner``, ``ppo`` (the planner with the trained policy), ``exact``, ``greedy``, a policy folder, a
+            plan file, a decision log to repeat, or an object with ``decide(observation, plan)``.
         engine: the engine that ``deepspeed.initialize`` returned, in place of model and optimizer. It needs mode
             ``exact``, and ZeRO stage 3 is only observed. The engine clips, and its ``gradient_accumulation_steps``
             replaces ``accumulation_steps``.

@@ -48,7 +48,7 @@ class Attaches:
     @without_settings
     def __init__(
         self,
-        policy: object = "ppo",
+        policy: object = "planner",
         *,
         mode: str = "exact",
         stage: str = "act",
