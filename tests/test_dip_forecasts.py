@@ -97,6 +97,18 @@ def test_belief_is_sure_of_regular_dips_and_knows_that_one_can_be_missing() -> N
     assert max(later[2:6].max(), later[7]) < 0.1
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_silence_makes_dips_ever_less_likely(family: str) -> None:
+    _, begins = events(family)
+    forecast = DipBelief(LANES)
+    told(forecast, begins)
+    later = told(forecast, np.zeros((LANES, 2000), dtype=bool))
+    means = later.reshape(LANES, -1, 200).mean(axis=(0, 2))
+    assert (np.diff(means[1:]) < 0).all()
+    assert later[:, 400:].max() < 0.05
+    assert later[:, 1900:].max() < 0.01
+
+
 def test_belief_about_memoryless_dips_is_nearly_the_same_in_every_window() -> None:
     _, begins = events("memoryless", every=10)
     chances = told(DipBelief(LANES), begins)[:, 120:]

@@ -199,6 +199,17 @@ def test_odds_of_a_dip_change_nothing_before_the_first_and_then_lead_to_leaner_p
     assert (peaks[0] > level).any()
     assert (planner.left_free >= 0).all()
     assert planner.left_free.max() > 0
+    # After a long silence, no memory is left free any more.
+    calm = replace(planner_seen(planner), dip=np.zeros(LANES), budget=situation.budget[:, 0])
+    for _ in range(600):
+        planner.observe(calm)
+    planner.decide(situation)
+    assert planner.left_free.max() == 0
+
+
+def planner_seen(planner: Planner) -> Seen:
+    assert planner.seen is not None
+    return planner.seen
 
 
 def test_out_of_memory_costs_part_of_the_window_the_leanest_plan_and_two_switches(pools) -> None:

@@ -54,8 +54,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "time": ("progress", "windows"),
     "units": (),
 }
-# Seed of the exploring rule, its share of windows, and the place of its lever.
-_EXPLORING, _PRICE = (5, 0.3), 3
+# Of the exploring rule: its seed, the share of windows in which it doubts, and the place of its lever.
+_SEED, _DOUBTS, _PRICE = 5, 0.3, 3
 # Headroom in percent below which the captured share is noise.
 _LEAST_HEADROOM = 2.0
 # Wider than the default search range, so that the planner with a reserve does not lose for lack of range.
@@ -122,13 +122,14 @@ def strengths_of(world: str, strengths: Strengths) -> Strengths:
     return replace(strengths, **sizes, event_every=round(strengths.event_every / factor))
 
 
-def exploring(lanes: int) -> Choose:
+def exploring() -> Choose:
     """Return a rule that doubts, in three of ten windows, what 16-bit formats cost, and so tries other plans."""
-    generator = np.random.default_rng(_EXPLORING[0])
+    generator = np.random.default_rng(_SEED)
 
     def choose(features: tuple[Features, Features]) -> Actions:
+        lanes = len(features[0])
         actions = neutral_actions(lanes)
-        doubts = generator.random(lanes) < _EXPLORING[1]
+        doubts = generator.random(lanes) < _DOUBTS
         actions[:, _PRICE] = np.where(doubts, generator.integers(0, SIZES[_PRICE], lanes), actions[:, _PRICE])
         return actions
 
@@ -285,7 +286,7 @@ class World:
         shipped = self._drive(judged.settings, guarded)
         ppo = self.learned(judged)
         rule = self._drive(replace(self._settings, dips="last"))
-        explored = self._drive(self._settings, exploring(len(best)))
+        explored = self._drive(self._settings, exploring())
         drawn = [self._drive(judged.settings, drawing(one, seed)) for seed, one in enumerate(judged.networks.values())]
         unknown = np.full(len(best), np.nan)
         methods = {

@@ -1,11 +1,13 @@
 """Write the training state of a spread model to a folder, and read it on any number of ranks.
 
-Tensors are read into new ones, and copied into the model only when all ranks have read theirs.
+Tensors are read into new ones, and copied into the model only when all ranks have read theirs. A folder is data: torch
+would unpickle its index and any entry that is no tensor, and so run what a stranger has written there.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.tensor import DTensor
 
 from autotune.errors import EngineError, one_line
@@ -27,6 +30,17 @@ from autotune.mechanics.collectives import of_all_ranks
 _ABOUT = "about"
 # Characters of an exception that are shown.
 _QUOTED = 300
+# What torch's index of a checkpoint is made of, beside sizes and dtypes.
+_IN_AN_INDEX = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "TensorProperties"),
+        *("StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+    "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
+}
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -101,39 +115,21 @@ class ReadState:
     """A training state that was read from a folder.
 
     Attributes:
-        about: its description.
-        tensors: its tensors by name.
+        progress: counters of the run.
+        tensors: the model's tensors by name.
+        optimizer: the optimizer's own state.
     """
 
-    about: Mapping[str, Any]
+    progress: Mapping[str, int]
     tensors: Mapping[str, torch.Tensor]
-
-    @property
-    def progress(self) -> Mapping[str, int]:
-        """Return the counters of the run."""
-        found: Mapping[str, int] = self.about["progress"]
-        return found
+    optimizer: dict[str, Any]
 
     def put_into(self, state: RunState) -> None:
         """Copy it into the model and the optimizer for which it was read."""
         with torch.no_grad():
             for name, tensor in state.tensors.items():
                 tensor.copy_(self.tensors[name])
-        numbers = _numbers(state)
-        entries = {
-            numbers[name]: {key: self._value(name, key, told) for key, told in entry.items()}
-            for name, entry in self.about["optimizer"].items()
-        }
-        groups = [
-            {**group, **{key: _of_type(value, group.get(key)) for key, value in settings.items()}}
-            for group, settings in zip(
-                state.optimizer.state_dict()["param_groups"], self.about["settings"], strict=True
-            )
-        ]
-        state.optimizer.load_state_dict({"state": entries, "param_groups": groups})
-
-    def _value(self, name: str, key: str, told: Mapping[str, Any]) -> Any:
-        return told["value"] if "value" in told else self.tensors[f"optimizer/{name}/{key}"]
+        state.optimizer.load_state_dict(self.optimizer)
 
 
 def read_state(state: RunState, folder: str | Path) -> ReadState:
@@ -154,8 +150,67 @@ def read_state(state: RunState, folder: str | Path) -> ReadState:
             for key, told in entries.items():
                 if "dtype" in told:
                     read[f"optimizer/{name}/{key}"] = _empty(parameters[name], told)
-        state_dict_loader.load(read, checkpoint_id=str(folder))
-    return ReadState(about=about, tensors=read)
+        state_dict_loader.load(read, storage_reader=_Reader(folder))
+        progress = {name: int(about["progress"][name]) for name in state.progress}
+        return ReadState(progress=progress, tensors=read, optimizer=_optimizer(state, about, read))
+
+
+def _optimizer(state: RunState, about: Mapping[str, Any], read: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the optimizer's own state as it was stored."""
+
+    def value(name: str, key: str, told: Mapping[str, Any]) -> Any:
+        return told["value"] if "value" in told else read[f"optimizer/{name}/{key}"]
+
+    numbers = _numbers(state)
+    entries = {
+        numbers[name]: {key: value(name, key, told) for key, told in entry.items()}
+        for name, entry in about["optimizer"].items()
+    }
+    groups = [
+        {**group, **{key: _of_type(value, group[key]) for key, value in settings.items() if key in group}}
+        for group, settings in zip(state.optimizer.state_dict()["param_groups"], about["settings"], strict=True)
+    ]
+    return {"state": entries, "param_groups": groups}
+
+
+class _Index(pickle.Unpickler):
+    """An unpickler that makes what torch's index of tensors consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class by its name.
+
+        Raises:
+            EngineError: if an index needs no such class.
+        """
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if name in _IN_AN_INDEX.get(module, ()):
+            return super().find_class(module, name)
+        raise EngineError(f"its index names {module}.{name}")
+
+
+class _Reader(FileSystemReader):
+    """Reads tensors of a folder, none of which can run code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the folder's index.
+
+        Raises:
+            EngineError: if it is damaged, or names files elsewhere or anything but tensors.
+        """
+        try:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                found = _Index(file).load()
+            files = {one.relative_path for one in found.storage_data.values()}
+        except (EngineError, OSError):
+            raise
+        except Exception as error:
+            raise EngineError(f"its index is damaged ({type(error).__name__})") from error
+        if any(Path(one).name != one for one in files):
+            raise EngineError("its index names files in other folders")
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        assert isinstance(found, Metadata)
+        return found
 
 
 def _entries(state: RunState) -> dict[str, dict[str, Any]]:
@@ -190,7 +245,7 @@ def _agreed_about(state: RunState, folder: str | Path) -> dict[str, Any]:
     try:
         with _told(f"the training state in {folder} cannot be loaded"):
             about = _about(folder)
-        different = _difference(state, about)
+            different = _difference(state, about)
         problem = f"the training state in {folder} is of another run: {different}" if different else ""
     except EngineError as error:
         problem = str(error)
@@ -202,14 +257,14 @@ def _agreed_about(state: RunState, folder: str | Path) -> dict[str, Any]:
 
 def _about(folder: str | Path) -> dict[str, Any]:
     """Return the description of a stored state."""
-    known: Any = FileSystemReader(str(folder)).read_metadata().state_dict_metadata.get(_ABOUT)
+    known: Any = _Reader(folder).read_metadata().state_dict_metadata.get(_ABOUT)
     if known is None:
-        raise EngineError(f"{folder} was not written by this engine's save()")
+        raise EngineError("it was not written by this engine's save()")
     read = {_ABOUT: torch.empty(known.size, dtype=torch.uint8)}
     with warnings.catch_warnings():
         # Each rank reads alone, on purpose.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        state_dict_loader.load(read, checkpoint_id=str(folder), no_dist=True)
+        state_dict_loader.load(read, storage_reader=_Reader(folder), no_dist=True)
     found: dict[str, Any] = json.loads(bytes(read[_ABOUT].tolist()))
     return found
 
@@ -262,11 +317,11 @@ def _told(problem: str) -> Iterator[None]:
     """Raise what goes wrong in the body as one short line."""
     try:
         yield
-    except EngineError:
-        raise
+    except EngineError as error:
+        raise EngineError(f"{problem} ({error})") from error
     except CheckpointException as error:
         # It is no Exception, and quotes the traces of all ranks.
         cause = next(iter(error.failures.values()))[0]
         raise EngineError(f"{problem} ({one_line(cause)[:_QUOTED]})") from None
-    except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise EngineError(f"{problem} ({one_line(error)[:_QUOTED]})") from error

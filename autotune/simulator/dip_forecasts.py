@@ -112,11 +112,13 @@ class DipBelief(DipForecast):
     def _forecast(self, windows: int) -> Floats:
         """Return the posterior mean of all hypotheses, shape (n, windows)."""
         elapsed = np.minimum(self.elapsed, _LONGEST - windows - 1)
+        # After a longer silence, all that is known is its length.
+        silent = elapsed / np.maximum(self.elapsed, 1)
         weights = np.exp(self._weights - self._weights.max(axis=1, keepdims=True))
         alive = (weights * self._beyond[elapsed]).sum(axis=1)
         ahead = [(weights * self._mass[elapsed + 1 + window]).sum(axis=1) for window in range(windows)]
         chance = np.stack(ahead, axis=1) / np.maximum(alive, 1e-300)[:, None]
-        return np.where(self.count[:, None] > 0, chance, 0.0)
+        return np.where(self.count[:, None] > 0, chance * np.where(self.elapsed > elapsed, silent, 1.0)[:, None], 0.0)
 
     def _learn_interval(self, lanes: Flags) -> None:
         said = self._log_mass[np.clip(self.interval, 0, _LONGEST - 1)]
@@ -144,9 +146,8 @@ def _hypotheses() -> tuple[Floats, Floats, Floats, Floats]:
         weight = 1.0 if number < len(families) - len(_GAPS) * len(_AGAIN) else 1 / (len(_GAPS) * len(_AGAIN))
         priors.append(np.log(weight / values / (1 / values).sum()))
         masses += [(1 - _OTHER) * mass_of(float(mean)) + _OTHER * _geometric(_OTHER_MEAN) for mean in values]
+    # What is missing to 1 lies beyond the longest interval.
     mass = np.stack(masses, axis=1)
-    mass[0] = 0.0
-    mass /= mass.sum(axis=0)
     beyond = 1 - np.cumsum(mass, axis=0)
     return np.concatenate(priors), mass, np.log(np.maximum(mass, 1e-12)), np.maximum(beyond, 1e-12)
 

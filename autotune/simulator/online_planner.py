@@ -357,11 +357,11 @@ class Planner:
         time = time / self._worth(situation.noise_scale, levers)
         switch = self._in_windows(situation.switch_s * levers.stickiness * (self.settings.horizon > 0), time)
         left = np.zeros_like(time)
-        for weight, expected in reversed(self._ahead(time, situation, levers)):
+        ahead = self._ahead(time, situation, levers)
+        for weight, expected in reversed(ahead):
             left = weight * expected + np.minimum(left, left.min(axis=1, keepdims=True) + switch)
-        plan = self._cheapest(left, switch)
-        self._note_free(situation.budget[:, 0], plan)
-        return plan
+        self._note_free(situation.budget[:, 0], ahead[0][1])
+        return self._cheapest(left, switch)
 
     def _cheapest(self, cost: Floats, switch: Floats) -> Indices:
         """Return the plans of the lowest cost, shape (n,); running plans cost no switch and are kept in a draw."""
@@ -447,12 +447,18 @@ class Planner:
         running = np.take_along_axis(time, self.seen.plan[:, None], axis=1)
         return np.asarray(seconds[:, None] / np.maximum(self.seen.window_s, 1e-12)[:, None] * running)
 
-    def _note_free(self, budget: Floats, plan: Indices) -> None:
-        """Note how much of the next window's budget the plans leave free for a dip."""
+    def _note_free(self, budget: Floats, expected: Floats) -> None:
+        """Note how much of the next window's budget is best left free for a dip.
+
+        Args:
+            budget: shape (n,), the announced budget.
+            expected: shape (n, plans), expected time of the next window; infinite for plans that do not fit.
+        """
         level = np.minimum(np.exp(self.dips.level), budget)
-        ready = self.lanes.pool.peak_of(plan, self.length) <= level
+        ready = self.lanes.pool.peak_bytes(self.length) <= level[:, None]
+        pays = np.where(ready, expected, np.inf).min(axis=1) < np.where(ready, np.inf, expected).min(axis=1)
         likely = self.dips.chances(1)[:, 0] > _LIKELY
-        self.left_free = np.where(ready & likely, 1 - level / budget, 0.0)
+        self.left_free = np.where(pays & likely, 1 - level / np.maximum(budget, 1.0), 0.0)
 
     def observe(self, seen: Seen) -> None:
         """Update the estimates with the measurements of a window."""
