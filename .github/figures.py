@@ -101,7 +101,7 @@ def policy() -> Iterator[str]:
     for row, name in POLICY_ROWS.items():
         methods = moving[name]["methods"]
         cells = []
-        for arm in ("ppo", "ppo_drawn", "exploring"):
+        for arm in ("planner_assumed", "ppo", "ppo_drawn"):
             low, high = (end + 0.0 for end in methods[arm]["won_ci95"])
             cells.append(f"{methods[arm]['won_percent'] + 0.0:.2f} ({low:.2f} to {high:.2f})")
         yield f"| {row} | {moving[name]['headroom_percent']:.1f} | {' | '.join(cells)} |".replace("-0.00", "0.00")

@@ -26,7 +26,8 @@ from autotune.gym.levers import RUN_FEATURES, SIZES, Actions, Features, neutral_
 from autotune.gym.moving_env import MovingEnv
 from autotune.io.progress import Silent
 from autotune.simulator.moving_conditions import Strengths
-from autotune.simulator.online_planner import Planner, PlannerSettings
+from autotune.simulator.online_planner import Planner
+from autotune.simulator.planner_settings import PlannerSettings
 from autotune.simulator.random_jobs import draw_job
 
 STRENGTHS = Strengths(
@@ -138,7 +139,7 @@ def test_document_has_the_documented_keys(document: dict) -> None:
             "planner_reserve",
             "untrained",
             "period",
-            "exploring",
+            "planner_assumed",
             "ppo_drawn",
             "ppo",
             "shipped",

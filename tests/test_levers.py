@@ -28,7 +28,8 @@ from autotune.gym.levers import (
 from autotune.gym.moving_env import MovingEnv, planner_reserve, planner_rise
 from autotune.simulator.clairvoyant import run_planner
 from autotune.simulator.moving_conditions import Strengths
-from autotune.simulator.online_planner import Levers, PlannerSettings
+from autotune.simulator.online_planner import Levers
+from autotune.simulator.planner_settings import PlannerSettings
 from autotune.simulator.random_jobs import draw_job
 from autotune.simulator.simulated_job import SimulatedJob
 

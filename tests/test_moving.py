@@ -11,7 +11,8 @@ import pytest
 from autotune.cost_model.cost_arrays import Floats
 from autotune.simulator.clairvoyant import best_static, clairvoyant, run_planner
 from autotune.simulator.moving_conditions import Course, MovingRuns, Strengths, draw_course
-from autotune.simulator.online_planner import Belief, Levers, Planner, PlannerSettings, Rises, Seen, Situation
+from autotune.simulator.online_planner import Levers, Planner, Rises, Seen, Situation
+from autotune.simulator.planner_settings import PlannerSettings
 from autotune.simulator.random_jobs import draw_job
 
 STRONG = Strengths(
@@ -349,74 +350,6 @@ def test_planners_know_which_lanes_have_constant_length(pools) -> None:
     np.testing.assert_array_equal(runs.lanes.still, course.still)
     _, none = course_of(pools, Strengths(event_every=4))
     assert none.still.all()
-
-
-# ----------------------------------------------------------------------------------------------------------- belief
-
-UNITS, PRECISIONS = 3, 2
-ALL_FP32 = np.array([[0.1, 0.0, 0.2, 0.0, 0.05, 0.0]])
-
-
-def belief(**settings: float) -> Belief:
-    exact = PlannerSettings(**{"cost_error": 0.3, "drift": 0.0, "time_noise": 0.0, **settings})
-    return Belief(1, UNITS, PRECISIONS, exact)
-
-
-def taught(found: Belief, weights: Floats, factor: Floats, times: int, constant: float = 0.07) -> Belief:
-    measured = constant + (weights * factor.reshape(1, -1)).sum(axis=1)
-    for _ in range(times):
-        found.learn(weights, np.array([constant]), measured, np.array([True]))
-    return found
-
-
-@pytest.mark.parametrize("settings", [{}, {"drift": 0.02, "time_noise": 0.02}, {"time_noise": 0.3}])
-def test_believed_step_time_converges_to_the_measured_one(settings: dict[str, float]) -> None:
-    factor = np.array([[[1.3, 0.7], [1.1, 0.9], [1.6, 1.2]]])
-    real = 0.07 + float((ALL_FP32 * factor.reshape(1, -1)).sum())
-    errors = []
-    for times in (0, 1, 3, 10, 1000):
-        found = taught(belief(**settings), ALL_FP32, factor, times)
-        errors.append(abs(0.07 + float((ALL_FP32 * found.mean.reshape(1, -1)).sum()) - real) / real)
-    assert errors[0] > 0.1
-    assert (np.diff(errors) <= 1e-12).all()
-    assert errors[-1] < 1e-3
-    if not settings:
-        # An exact measurement is believed at once.
-        assert errors[1] < 1e-9
-
-
-def test_unmeasured_format_is_updated_less_than_a_measured_one() -> None:
-    found = taught(belief(), ALL_FP32, np.full((1, UNITS, PRECISIONS), 1.5), 5)
-    fp32, bf16 = np.abs(found.mean[0, :, 0] - 1), np.abs(found.mean[0, :, 1] - 1)
-    assert fp32.min() > 0.2
-    # The other format was not measured, so the belief about it stays.
-    np.testing.assert_allclose(bf16, 0.0, atol=1e-12)
-    mixed = taught(belief(), np.array([[0.1, 0.0, 0.0, 0.2, 0.05, 0.0]]), np.full((1, UNITS, PRECISIONS), 1.5), 5)
-    # Measured plans are the most certain, then plans that share a format with them, then all others.
-    assert abs(mixed.mean[0, 1, 1] - 1) > abs(mixed.mean[0, 0, 1] - 1) > 0.0
-
-
-def test_measurements_reduce_uncertainty_and_time_increases_it() -> None:
-    found, factor = belief(time_noise=0.05), np.ones((1, UNITS, PRECISIONS))
-    before = found.deviation().copy()
-    np.testing.assert_allclose(before, 0.3)
-    for _ in range(5):
-        last = found.deviation().copy()
-        taught(found, ALL_FP32, factor, 1)
-        assert (found.deviation() <= last + 1e-15).all()
-        assert (found.deviation()[0, :, 0] < last[0, :, 0]).all()
-    np.testing.assert_allclose(found.deviation()[0, :, 1], 0.3)
-    drifting = belief(drift=0.1)
-    for _ in range(3):
-        drifting.learn(ALL_FP32, np.zeros(1), np.ones(1), np.array([False]))
-    np.testing.assert_allclose(drifting.deviation(), np.sqrt(0.09 + 3 * 0.01))
-    np.testing.assert_array_equal(drifting.mean, 1.0)
-
-
-def test_belief_without_prior_uncertainty_ignores_measurements() -> None:
-    found = taught(belief(cost_error=0.0), ALL_FP32, np.full((1, UNITS, PRECISIONS), 3.0), 10)
-    np.testing.assert_array_equal(found.mean, 1.0)
-    np.testing.assert_array_equal(found.deviation(), 0.0)
 
 
 def test_lane_without_measurements_learns_nothing(pools) -> None:

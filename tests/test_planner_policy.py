@@ -29,7 +29,8 @@ from autotune.measurement import Failure
 from autotune.plan import PlanSpace
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.simulator.moving_conditions import MovingRuns, Strengths, draw_course
-from autotune.simulator.online_planner import Planner, PlannerSettings
+from autotune.simulator.online_planner import Planner
+from autotune.simulator.planner_settings import PlannerSettings
 from autotune.simulator.random_jobs import draw_job
 from autotune.simulator.simulated_job import SimulatedJob
 

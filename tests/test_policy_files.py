@@ -45,7 +45,7 @@ from autotune.gym.observation import Observation
 from autotune.plan import Plan
 from autotune.profiling.profile_cache import cached_profile
 from autotune.profiling.profiler import ProfilerOptions
-from autotune.simulator.online_planner import PlannerSettings
+from autotune.simulator.planner_settings import PlannerSettings
 from autotune.simulator.random_jobs import draw_job
 
 SETTINGS = PlannerSettings(rise=0.1, horizon=2.0, cost_error=0.2)

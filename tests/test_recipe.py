@@ -15,7 +15,7 @@ from autotune import InputError
 from autotune.agents.recipe import JobsRecipe, LeverRecipe, Recipe, read_recipe, recipe_of
 from autotune.cli.main import run
 from autotune.simulator.moving_conditions import Strengths
-from autotune.simulator.online_planner import PlannerSettings
+from autotune.simulator.planner_settings import PlannerSettings
 
 SHIPPED = Path(__file__).parent.parent / "policies" / "ppo.toml"
 PARTS = {"ppo": LeverRecipe, "jobs": JobsRecipe, "strengths": Strengths, "planner": PlannerSettings}

@@ -35,7 +35,7 @@ from autotune.gym.levers import RUN_FEATURES
 from autotune.records.run_directory import RunDirectory
 from autotune.records.to_mlflow import tracking_uri
 from autotune.simulator.moving_conditions import Strengths
-from autotune.simulator.online_planner import PlannerSettings
+from autotune.simulator.planner_settings import PlannerSettings
 
 RECIPE = """version = 1
 seeds = [4, 9]

@@ -20,7 +20,8 @@ from autotune.gym.levers import NEUTRAL, RUN_FEATURES, SIZES, Actions, Features,
 from autotune.gym.observation import Observation
 from autotune.gym.planned_run import PlannedRun
 from autotune.plan import Plan
-from autotune.simulator.online_planner import PlannerSettings, Situation
+from autotune.simulator.online_planner import Situation
+from autotune.simulator.planner_settings import PlannerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from autotune.gym import levers
 from autotune.gym.observation import FEATURE_VERSION, GLOBAL_FEATURES, UNIT_FEATURES
 from autotune.io.documents import shown, validated
 from autotune.io.files import parse_json, read_bytes, read_json, write_atomic, write_json
-from autotune.simulator.online_planner import PlannerSettings
+from autotune.simulator.planner_settings import PlannerSettings
 
 MANIFEST, WEIGHTS, CARD = "manifest.json", "policy.safetensors", "README.md"
 _LARGEST_BYTES = 4 * 2**20
@@ -90,8 +90,9 @@ class _Planner(_Closed):
     common_share: _Share
     drift: _Setting
     time_noise: _Setting
-    # Policies of before this setting had planners that expected no dips.
+    # Policies of before these settings had planners that expected no dips and errors of the assumed sizes.
     dips: Literal["belief", "last", "none"] = "none"
+    costs: Literal["weighed", "assumed"] = "assumed"
 
 
 class _Manifest(_Closed):

@@ -15,7 +15,7 @@ from autotune.io.documents import STRICT, validated
 from autotune.io.files import read_text
 from autotune.simulator.dip_families import FAMILIES
 from autotune.simulator.moving_conditions import Strengths
-from autotune.simulator.online_planner import PlannerSettings
+from autotune.simulator.planner_settings import PlannerSettings
 
 RECIPE_VERSION = 1
 _LARGEST_BYTES = 2**16

@@ -26,19 +26,18 @@ from autotune.campaign.policy_judging import (
 from autotune.cost_model.cost_arrays import Floats
 from autotune.gym.levers import (
     RUN_FEATURES,
-    SIZES,
     Actions,
     Features,
     Watch,
     levers_of,
-    neutral_actions,
 )
 from autotune.gym.moving_env import MovingEnv, planner_reserve
 from autotune.simulator.clairvoyant import best_static, clairvoyant, held
 from autotune.simulator.dip_families import FAMILIES
 from autotune.simulator.dip_forecasts import DipForecast
 from autotune.simulator.moving_conditions import Course, MovingRuns, Strengths
-from autotune.simulator.online_planner import Planner, PlannerSettings, Rises
+from autotune.simulator.online_planner import Planner, Rises
+from autotune.simulator.planner_settings import PlannerSettings
 from autotune.simulator.random_jobs import draw_job
 from autotune.stats import clustered_mean_interval
 
@@ -54,8 +53,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "time": ("progress", "windows"),
     "units": (),
 }
-# Of the exploring rule: its seed, the share of windows in which it doubts, and the place of its lever.
-_SEED, _DOUBTS, _PRICE = 5, 0.3, 3
 # Headroom in percent below which the captured share is noise.
 _LEAST_HEADROOM = 2.0
 # Wider than the default search range, so that the planner with a reserve does not lose for lack of range.
@@ -120,20 +117,6 @@ def strengths_of(world: str, strengths: Strengths) -> Strengths:
     factor = FACTORS[world]
     sizes = {name: factor * getattr(strengths, name) for name in _SIZES}
     return replace(strengths, **sizes, event_every=round(strengths.event_every / factor))
-
-
-def exploring() -> Choose:
-    """Return a rule that doubts, in three of ten windows, what 16-bit formats cost, and so tries other plans."""
-    generator = np.random.default_rng(_SEED)
-
-    def choose(features: tuple[Features, Features]) -> Actions:
-        lanes = len(features[0])
-        actions = neutral_actions(lanes)
-        doubts = generator.random(lanes) < _DOUBTS
-        actions[:, _PRICE] = np.where(doubts, generator.integers(0, SIZES[_PRICE], lanes), actions[:, _PRICE])
-        return actions
-
-    return choose
 
 
 def drawing(network: LeverNetwork, seed: int) -> Choose:
@@ -286,19 +269,18 @@ class World:
         shipped = self._drive(judged.settings, guarded)
         ppo = self.learned(judged)
         rule = self._drive(replace(self._settings, dips="last"))
-        explored = self._drive(self._settings, exploring())
         drawn = [self._drive(judged.settings, drawing(one, seed)) for seed, one in enumerate(judged.networks.values())]
         unknown = np.full(len(best), np.nan)
         methods = {
             "best_static": self.entry([Outcome(seconds=still, ran_out=unknown)], headroom),
             "planner": self.entry([self._planner], headroom),
             "planner_no_belief": self.entry([self._drive(replace(self._settings, dips="none"))], headroom),
+            "planner_assumed": self.entry([self._drive(replace(self._settings, costs="assumed"))], headroom),
             **self._reserve(headroom),
             "untrained": self.entry(
                 [self._drive(judged.settings, untrained_network(judged.shipped.width).most_likely)], headroom
             ),
             "period": self.entry([rule], headroom),
-            "exploring": self.entry([explored], headroom),
             "ppo_drawn": self.entry(drawn, headroom) | {"seeds": self._seeds(judged, drawn)},
             "ppo": self.entry(ppo, headroom) | self._over(rule, ppo) | {"seeds": self._seeds(judged, ppo)},
             "shipped": self.entry([shipped], headroom)

@@ -25,7 +25,7 @@ from autotune.gym.levers import (
 )
 from autotune.io.files import read_bytes, read_json, require_plain
 from autotune.simulator.dip_families import FAMILIES
-from autotune.simulator.online_planner import PlannerSettings
+from autotune.simulator.planner_settings import PlannerSettings
 
 # Active strengths in each world; the recipe was not fitted to "all_half" and "all_double".
 MECHANISMS: dict[str, tuple[str, ...]] = {

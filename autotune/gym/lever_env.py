@@ -18,7 +18,8 @@ from autotune.gym.job_env import TuningEnv
 from autotune.gym.levers import SIZES, Features, levers_of
 from autotune.gym.planned_run import PlannedRun
 from autotune.gym.spaces import lever_spaces
-from autotune.simulator.online_planner import PlannerSettings, Situation
+from autotune.simulator.online_planner import Situation
+from autotune.simulator.planner_settings import PlannerSettings
 
 
 class LeverEnv(gymnasium.Env[dict[str, Features], NDArray[np.int64]]):

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from autotune.gym.levers import Actions, Features, Watch, levers_of
 from autotune.simulator.clairvoyant import run_planner
 from autotune.simulator.moving_conditions import Course, MovingRuns, Strengths, draw_course
-from autotune.simulator.online_planner import Planner, PlannerSettings, Seen
+from autotune.simulator.online_planner import Planner, Seen
+from autotune.simulator.planner_settings import PlannerSettings
 from autotune.simulator.simulated_job import SimulatedJob
 
 _SCALE = 100.0

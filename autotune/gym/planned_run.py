@@ -18,7 +18,8 @@ from autotune.gym.levers import Watch
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
 from autotune.plan import Plan
-from autotune.simulator.online_planner import LOOK_AHEAD, Lanes, Planner, PlannerSettings, Seen, Situation
+from autotune.simulator.online_planner import LOOK_AHEAD, Lanes, Planner, Seen, Situation
+from autotune.simulator.planner_settings import PlannerSettings
 
 # Number of windows from which the machine's speed is estimated, and number of standard deviations of costs beyond which
 # a difference is attributed to the machine.

@@ -21,7 +21,7 @@ from autotune.gym.levers import SIZES, Actions, Features
 from autotune.gym.moving_env import MovingEnv
 from autotune.gym.spaces import lever_spaces
 from autotune.simulator.moving_conditions import RECORDED, Strengths
-from autotune.simulator.online_planner import PlannerSettings
+from autotune.simulator.planner_settings import PlannerSettings
 from autotune.simulator.random_jobs import draw_job
 from autotune.simulator.simulated_job import SimulatedJob
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from autotune.cost_model.cost_arrays import Floats, Indices
 from autotune.simulator.moving_conditions import Course, MovingRuns
-from autotune.simulator.online_planner import Planner, PlannerSettings
+from autotune.simulator.online_planner import Planner
+from autotune.simulator.planner_settings import PlannerSettings
 
 
 def run_planner(runs: MovingRuns, course: Course, settings: PlannerSettings) -> Floats:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Numbering
 from autotune.cost_model.goodput import step_efficiency
 from autotune.cost_model.plan_pool import PlanPool
-from autotune.io.documents import STRICT
+from autotune.simulator.cost_belief import CostBelief, expected_gain
 from autotune.simulator.dip_forecasts import FORECASTS
+from autotune.simulator.planner_settings import PlannerSettings
 from autotune.simulator.simulated_job import Flags
 
 # Weight of the prior on rises, in windows, and the smallest weight of a new window.
@@ -27,6 +27,10 @@ _RISE_WEIGHT = 0.05
 _LOGISTIC = 3**0.5 / np.pi
 # Probability of a dip above which memory that is left free is left for it.
 _LIKELY = 0.01
+# Number of plans whose measurement may be worth its time: those with the smallest expected times.
+_CLOSE = 16
+# Changes of a plan's time that no measurement is worth, as a share of it.
+_SMALL = 1e-3
 # Number of windows whose budgets are announced, including the next one.
 LOOK_AHEAD = 8
 
@@ -77,39 +81,6 @@ class Seen:
     ran_out: Flags
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerSettings:
-    """Settings of a planner.
-
-    Attributes:
-        reserve: safety margin on memory: sequences are assumed to be longer than the last ones by this share.
-        rise: prior standard deviation of the logarithm of a window's longest batch over the length of the window
-            before. Above 0, each plan's time includes the expected cost of a batch that needs too much memory. With 0,
-            the last length and the reserve are taken as certain.
-        retry: share of a window that is lost when it runs out of memory, besides the repetition under the leanest plan.
-        horizon: windows that are planned ahead, over which a switch must pay for itself; 0 switches whenever another
-            plan is better for the next window.
-        cost_error: standard deviation of the logarithm of real over profiled costs; 0 trusts the profile.
-        common_share: share of that variance that is common to all units in a precision.
-        drift: standard deviation of the change of log costs per window, common to all units in a precision.
-        time_noise: standard deviation of the logarithm of a window's measured seconds per step.
-        dips: the forecast of unannounced dips of the budget, whose expected cost is part of each plan's time: a
-            Bayesian ``belief`` about their intervals, the ``last`` interval again, or ``none``.
-    """
-
-    __pydantic_config__ = STRICT
-
-    reserve: float = 0.0
-    rise: float = 0.0
-    retry: float = 1.0
-    horizon: float = 3.0
-    cost_error: float = 0.3
-    common_share: float = 0.6
-    drift: float = 0.02
-    time_noise: float = 0.02
-    dips: Literal["belief", "last", "none"] = "belief"
-
-
 @dataclass(slots=True)
 class Levers:
     """Adjustments of a planner beyond its settings, per lane.
@@ -136,58 +107,6 @@ class Levers:
         """Return levers that change nothing."""
         zero = np.zeros(lanes)
         return cls(zero, zero.copy(), zero.copy(), zero.copy(), zero.copy(), np.ones(lanes))
-
-
-class Belief:
-    """Estimates of each unit's cost in each precision, relative to its profile, learnt from the seconds of whole steps.
-
-    The seconds of a step are linear in these factors, so that a Kalman filter is exact. Factors are normal, those of
-    one precision are correlated, and old measurements are forgotten at a constant rate.
-
-    Args:
-        lanes: number of lanes.
-        units: units per lane.
-        precisions: precisions per unit.
-        settings: the assumed errors of profiles and measurements.
-
-    Attributes:
-        mean: shape (lanes, units, precisions), expected factors.
-    """
-
-    def __init__(self, lanes: int, units: int, precisions: int, settings: PlannerSettings) -> None:
-        self.mean = np.ones((lanes, units, precisions))
-        same = np.kron(np.ones((units, units)), np.eye(precisions))
-        own = np.eye(units * precisions)
-        prior = settings.common_share * same + (1 - settings.common_share) * own
-        self._forgotten = settings.drift**2 * same
-        self._noise = settings.time_noise**2
-        self._covariance = np.tile(settings.cost_error**2 * prior, (lanes, 1, 1))
-        self._off = settings.cost_error == 0
-
-    def deviation(self) -> Floats:
-        """Return the standard deviation of each factor, shape (lanes, units, precisions)."""
-        variance = np.einsum("nii->ni", self._covariance).reshape(self.mean.shape)
-        return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
-
-    def learn(self, weights: Floats, constant: Floats, measured: Floats, valid: Flags) -> None:
-        """Update the estimates with one step of each lane.
-
-        Args:
-            weights: shape (lanes, units x precisions), profiled seconds of each unit in its precision.
-            constant: shape (lanes,), seconds of a step to which no factor applies.
-            measured: shape (lanes,), measured seconds of the step.
-            valid: shape (lanes,), whether the measurement counts.
-        """
-        if self._off:
-            return
-        self._covariance += self._forgotten
-        expected = constant + (weights * self.mean.reshape(len(weights), -1)).sum(axis=1)
-        spread = np.matmul(self._covariance, weights[:, :, None])[:, :, 0]
-        variance = (weights * spread).sum(axis=1) + self._noise * np.square(expected)
-        gain = spread / np.where(variance > 0, variance, 1.0)[:, None] * valid[:, None]
-        self.mean += (gain * (measured - expected)[:, None]).reshape(self.mean.shape)
-        np.clip(self.mean, 0.1, 10.0, out=self.mean)
-        self._covariance -= gain[:, :, None] * spread[:, None, :]
 
 
 class Rises:
@@ -334,7 +253,7 @@ class Planner:
         self.lanes = lanes
         self.settings = settings
         units = lanes.recomputable.shape[1]
-        self.belief = Belief(len(lanes), units, lanes.pool.weights.shape[2] // units, settings)
+        self.belief = CostBelief(len(lanes), units, lanes.pool.weights.shape[2] // units, settings)
         self.rises = Rises(np.where(lanes.still, 0.0, settings.rise))
         self.length = np.ones(len(lanes))
         self.dips = FORECASTS[settings.dips](len(lanes))
@@ -354,14 +273,39 @@ class Planner:
         """
         levers = levers or Levers.neutral(len(self.lanes))
         time = self.lanes.pool.seconds_per_step(self._factor(levers), self.length)
-        time = time / self._worth(situation.noise_scale, levers)
+        worth = self._worth(situation.noise_scale, levers)
+        time = time / worth
         switch = self._in_windows(situation.switch_s * levers.stickiness * (self.settings.horizon > 0), time)
         left = np.zeros_like(time)
         ahead = self._ahead(time, situation, levers)
         for weight, expected in reversed(ahead):
             left = weight * expected + np.minimum(left, left.min(axis=1, keepdims=True) + switch)
         self._note_free(situation.budget[:, 0], ahead[0][1])
+        if self.settings.costs == "weighed" and self.settings.cost_error and self.settings.horizon:
+            left = left - self._taught(left, worth, situation.windows_left)
         return self._cheapest(left, switch)
+
+    def _taught(self, left: Floats, worth: Floats, windows_left: Floats) -> Floats:
+        """Return the time that measuring each plan in the next window is expected to save later, shape (n, plans).
+
+        Args:
+            left: shape (n, plans), expected time over the horizon if the plan runs in the next window.
+            worth: shape (n, plans), worth of a step.
+            windows_left: shape (n,), windows left, including the next one.
+        """
+        pool, horizon = self.lanes.pool, self.settings.horizon
+        rows, best = np.arange(len(left))[:, None], left.argmin(axis=1)[:, None]
+        close = np.argpartition(left, min(_CLOSE, left.shape[1]) - 1, axis=1)[:, :_CLOSE]
+        per_length = self.length[:, None] / worth
+        weights = pool.weights[rows, close] * per_length[rows, close][:, :, None]
+        other = (pool.weights[rows, best] * per_length[rows, best][:, :, None])[:, 0]
+        seconds = (weights * self.belief.mean.reshape(len(left), 1, -1)).sum(axis=2)
+        slower = (left[rows, close] - left[rows, best]) / max(horizon, 1.0)
+        moved = self.belief.moved(weights, other, seconds)
+        gain = expected_gain(slower, np.where(moved > _SMALL * seconds, moved, 0.0))
+        taught = np.zeros_like(left)
+        taught[rows, close] = gain * np.clip(windows_left - 1, 0.0, horizon)[:, None]
+        return taught
 
     def _cheapest(self, cost: Floats, switch: Floats) -> Indices:
         """Return the plans of the lowest cost, shape (n,); running plans cost no switch and are kept in a draw."""
