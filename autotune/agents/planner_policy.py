@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.agents.policy import DipOutlook
 from autotune.agents.shipped_network import BareNetwork, LeverNetwork
 from autotune.cost_model.profile import Profile
 from autotune.errors import InputError
@@ -93,6 +94,19 @@ class PlannerPolicy:
         self._profile: Profile | None = None
         self._budget: int | None = None
         self._run: PlannedRun | None = None
+
+    @property
+    def dips(self) -> DipOutlook | None:
+        """What is expected of dips of the memory budget; ``None`` before the first, whose depth nobody knows."""
+        found = None if self._run is None else self._run.planner.dips
+        if found is None or not found.count[0]:
+            return None
+        return DipOutlook(
+            seen=int(found.count[0]),
+            windows=int(found.elapsed[0]),
+            chance=float(np.clip(found.chances(1)[0, 0], 0.0, 1.0)),
+            left_bytes=float(np.exp(found.level[0])),
+        )
 
     def begin(self, profile: Profile, budget_bytes: int | None) -> Plan:
         """Begin a run and return its initial plan.

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Annotated, Protocol, runtime_checkable
+
+from annotated_types import Interval
 
 from autotune.cost_model.profile import Profile
 from autotune.gym.observation import Observation
+from autotune.io.documents import STRICT, Count, NotNegative
 from autotune.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DipOutlook:
+    """What a policy expects of dips of the memory budget that nobody announces.
+
+    Attributes:
+        seen: number of dips so far.
+        windows: windows since the last one began.
+        chance: probability that one begins in the next window.
+        left_bytes: memory that it is expected to leave, in bytes.
+    """
+
+    __pydantic_config__ = STRICT
+
+    seen: Count
+    windows: Count
+    chance: Annotated[float, Interval(ge=0, le=1)]
+    left_bytes: NotNegative
 
 
 @runtime_checkable
@@ -41,7 +64,8 @@ class PlanningPolicy(Protocol):
     size and the current budget. A plan of a policy without :meth:`begin` is applied unchanged if it fits.
 
     A planning policy may have an attribute ``reserve_frac``: the share of the device's memory, from 0 to below 1, that
-    plans leave free until its next decision, because other processes may use it between two measurements.
+    plans leave free until its next decision, because other processes may use it between two measurements. It may also
+    have an attribute ``dips``, a :class:`DipOutlook` or ``None``, which an attached run writes to its log.
     """
 
     def begin(self, profile: Profile, budget_bytes: int | None) -> Plan:

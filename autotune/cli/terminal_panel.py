@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from autotune.agents.policy import DipOutlook
 from autotune.budget import format_bytes
 from autotune.choices import REDUCED_PRECISIONS, STORAGES
 from autotune.errors import printable
@@ -49,6 +50,8 @@ def panel(snapshot: Snapshot, silent_s: float | None = None, *, plain: bool = Fa
         table.add_row("", Text(_precisions(snapshot)))
     table.add_row("memory", _memory(snapshot, plain=plain))
     table.add_row("peak", Text(_measured_peak(snapshot)))
+    if snapshot.dips is not None:
+        table.add_row("dips", Text(told_dips(snapshot.dips)))
     table.add_row("step", Text(told_time(snapshot.predicted_s, snapshot.measured_s)))
     if snapshot.parts is not None:
         table.add_row("time", Text(words(snapshot.parts)))
@@ -79,6 +82,7 @@ def line(snapshot: Snapshot, silent_s: float | None = None) -> str:
         f"{snapshot.switches:,} switches",
         _overhead(snapshot),
         f"step time {told_time(snapshot.predicted_s, snapshot.measured_s)}",
+        *([] if snapshot.dips is None else [f"dips of the budget: {told_dips(snapshot.dips)}"]),
         *([] if snapshot.parts is None else [words(snapshot.parts)]),
         *([] if snapshot.advice is None else [printable(snapshot.advice)]),
     ]
@@ -117,6 +121,13 @@ def told_time(predicted_s: float | None, measured_s: float | None) -> str:
     if measured_s is None or error is None:
         return f"{told}, none measured yet"
     return f"{_milliseconds(measured_s)} measured, {told} ({error:+z.1%})"
+
+
+def told_dips(dips: DipOutlook) -> str:
+    """Return what is expected of dips of the memory budget in words."""
+    told = f"{dips.seen:,} so far, the last {count(dips.windows, 'decision')} ago"
+    left = format_bytes(dips.left_bytes)
+    return f"{told}; {dips.chance:.0%} that one begins before the next decision, which leaves {left}"
 
 
 def told_silence(silent_s: float) -> str:

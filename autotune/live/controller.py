@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from autotune.agents.policy import PlanningPolicy
+from autotune.agents.policy import DipOutlook, PlanningPolicy
 from autotune.cost_model.profile import Profile
 from autotune.gym.observation import Observation
 from autotune.live.agreement import LOCKED_ELSEWHERE, Agreement, Decision, Needs
 from autotune.live.attached import Attached, Step, StepAhead
 from autotune.live.cut_trials import CutTrials
-from autotune.live.deciding import Decider, RecordedPolicy, reserve_of
+from autotune.live.deciding import Decider, RecordedPolicy, dips_of, reserve_of
 from autotune.live.decision_log import DecisionLog, digest_of
 from autotune.live.guard import Breaker, Situation, SlowdownCheck, gain_of, judge
 from autotune.live.limits import Stage
@@ -91,6 +91,7 @@ class Pilot:
         # Where the time of the last window's steps went, and the advice that was given about the run.
         self._parts: StepParts | None = None
         self._advice: str | None = None
+        self._dips: DipOutlook | None = None
         self.step = self.switches = self.placed = self.over_budget = 0
         # Whether no plan is known to fit the running step.
         self._unfitting = False
@@ -511,7 +512,7 @@ class Pilot:
         measured = window.measurement(
             losses,
             peak_bytes=self._peaks.take() or self._profiler.knowledge.latest_peak,
-            memory_budget_bytes=self._budget.announced,
+            memory_budget_bytes=self._budget.take_least(),
             gradient=self._monitor.aged(self.step) if every is not None else None,
             learning_rate=float(self.attached.optimizer.param_groups[0]["lr"]),
             parts=self._take_parts(),
@@ -691,7 +692,7 @@ class Pilot:
         except any_error() as error:  # whatever a policy raises, the run goes on
             self.trip(f"policy: {type(error).__name__}: {error}")
             return None
-        self._budget.reserve_frac = reserve_of(policy)
+        self._budget.reserve_frac, self._dips = reserve_of(policy), dips_of(policy)
         return proposal
 
     def _consider(self, proposal: object, observation: Observation | None) -> None:
@@ -732,6 +733,7 @@ class Pilot:
             placed=self.placed,
             over_budget_steps=self.over_budget,
             overhead_frac=self.overhead_frac(),
+            dips=None if self._dips is None else asdict(self._dips),
             # The plan of the last step, for viewers of the log.
             **{name: standing[name] for name in ("plan", "acting", "predicted_peak_bytes")},
         )

@@ -10,19 +10,22 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from autotune.agents.planner import greedy_plan
 from autotune.agents.policies import POLICIES, make_policy
-from autotune.agents.policy import StaticPolicy
+from autotune.agents.policy import DipOutlook, StaticPolicy
 from autotune.agents.policy_folder import load_policy
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal, smallest, solve
 from autotune.errors import AttachError, BudgetError
 from autotune.gym.observation import Observation
+from autotune.io.documents import validated
 from autotune.live.decision_log import read_log, schedule_of
 from autotune.mechanics import randomness
+from autotune.mechanics.loop_signals import any_error
 from autotune.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -221,6 +224,15 @@ def reserve_of(policy: object) -> float:
     reserve = getattr(policy, "reserve_frac", 0.0)
     good = isinstance(reserve, int | float) and not isinstance(reserve, bool) and 0 <= reserve < 1
     return float(reserve) if good else 0.0
+
+
+def dips_of(policy: object) -> DipOutlook | None:
+    """Return what a policy expects of dips of the memory budget; ``None`` where it does not say or cannot."""
+    try:
+        found = getattr(policy, "dips", None)
+        return validated(DipOutlook, asdict(found), where="dips") if isinstance(found, DipOutlook) else None
+    except any_error():  # whatever a policy raises, the run goes on
+        return None
 
 
 def _end(thread: threading.Thread, questions: queue.SimpleQueue[Callable[[], object] | None]) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from annotated_types import Interval, Len
 
+from autotune.agents.policy import DipOutlook
 from autotune.errors import InputError
 from autotune.io.documents import Bytes, Count, NotNegative, Positive, Quantity, Seconds, document, shown, validated
 from autotune.plan import Plan
@@ -113,6 +114,7 @@ class Decision(_Event):
     placed: Count = 0
     over_budget_steps: Count = 0
     overhead_frac: Quantity | None = None
+    dips: DipOutlook | None = None
     # The plan that was applied when the decision was made.
     plan: dict[str, Any] | None = None
     acting: bool | None = None

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from autotune.agents.policy import DipOutlook
 from autotune.errors import InputError, RunDirectoryError
 from autotune.io.files import parse_line
 from autotune.live.decision_log import LOG_NAME, LOG_VERSION
@@ -53,6 +54,7 @@ class Snapshot:
         measured_s: measured seconds per step of that window, scaled to the same batch size.
         noise_scale: simple noise scale in samples; ``None`` while unknown.
         overhead_frac: share of the run's time that the tuner took; ``None`` before the first decision.
+        dips: what the policy expects of dips of the budget; ``None`` before the first, or if it expects none.
         parts: where the time of the last window's steps went; ``None`` before the first that is known.
         advice: the advice that was given; ``None`` if none was.
         ended: why the run was detached; ``None`` while it is attached, as far as the log shows.
@@ -78,6 +80,7 @@ class Snapshot:
     measured_s: float | None = None
     noise_scale: float | None = None
     overhead_frac: float | None = None
+    dips: DipOutlook | None = None
     parts: StepParts | None = None
     advice: str | None = None
     ended: str | None = None
@@ -139,6 +142,7 @@ class Snapshot:
         listed = {"units": list(self.units), "recomputable": [name for name in self.units if name in self.recomputable]}
         trip = None if self.last_trip is None else {"step": self.last_trip[0], "reason": self.last_trip[1]}
         told = {"state": self.state, "pressure": self.pressure}
+        own["dips"] = None if self.dips is None else asdict(self.dips)
         own["parts"] = None if self.parts is None else self.parts.to_json()
         return {**own, **listed, "plan": self.plan.to_json(), "last_trip": trip, **told}
 
@@ -160,6 +164,7 @@ class Snapshot:
             "placed": event.get("placed", 0),
             "over_budget_steps": event.get("over_budget_steps", 0),
             "overhead_frac": event.get("overhead_frac"),
+            "dips": DipOutlook(**event["dips"]) if event.get("dips") else None,
         }
 
     def _detached(self, event: Mapping[str, Any]) -> dict[str, Any]:
