@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autotune.simulator.dip_families import FAMILIES, draw_events
-from autotune.simulator.dip_forecasts import DipBelief, DipForecast, LastInterval
+from autotune.simulator.dip_forecasts import FARTHEST, DipBelief, DipForecast, LastInterval
 
 LANES, WINDOWS = 64, 240
 NONE = np.zeros(1)
@@ -107,6 +107,47 @@ def test_a_long_silence_makes_dips_ever_less_likely(family: str) -> None:
     assert (np.diff(means[1:]) < 0).all()
     assert later[:, 400:].max() < 0.05
     assert later[:, 1900:].max() < 0.01
+
+
+@pytest.mark.parametrize("every", [1, 5, 81, 100, 159])
+def test_regular_dips_of_any_interval_are_recognised(every: int) -> None:
+    dips = np.zeros((1, every * max(12, 120 // every)), dtype=bool)
+    dips[0, ::every] = True
+    chances = told(DipBelief(1), dips)[0][dips.shape[1] // 2 // every * every :]
+    assert chances[::every].min() > 0.85
+    assert every == 1 or np.delete(chances, np.s_[::every]).max() < 0.05
+
+
+def test_dips_that_become_rarer_are_recognised_soon() -> None:
+    dips = np.zeros((1, 680), dtype=bool)
+    dips[0, :600:5] = True
+    dips[0, 600::8] = True
+    chances = told(DipBelief(1), dips)[0][632:]
+    assert chances[::8].min() > 0.8
+    assert np.delete(chances, np.s_[::8]).max() < 0.1
+
+
+def test_dips_rarer_than_all_hypotheses_are_feared_little() -> None:
+    dips = np.zeros((1, 2000), dtype=bool)
+    dips[0, ::200] = True
+    assert told(DipBelief(1), dips)[0][400:].mean() < 0.01
+    rare = np.random.default_rng(0).random((20, 3000)) < 0.002
+    assert told(DipBelief(20), rare)[:, 1500:].mean() < 0.01
+
+
+@pytest.mark.parametrize("silence", [0, 30, 150, 400])
+def test_chances_of_far_windows_are_probabilities(silence: int) -> None:
+    dips = np.zeros((1, 61 + silence), dtype=bool)
+    dips[0, :61:6] = True
+    forecast = DipBelief(1)
+    told(forecast, dips)
+    far = forecast.chances(FARTHEST)
+    assert far.shape == (1, FARTHEST)
+    assert (far >= 0).all()
+    assert far.sum() <= 1 + 1e-9
+    fresh = DipBelief(1)
+    told(fresh, dips)
+    np.testing.assert_allclose(fresh.chances(1), far[:, :1])
 
 
 def test_belief_about_memoryless_dips_is_nearly_the_same_in_every_window() -> None:

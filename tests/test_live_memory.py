@@ -30,6 +30,7 @@ from autotune.live.step_uses import Tracing
 from autotune.mechanics import controls, randomness
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
 from autotune.plan import Plan, PlanSpace, Precision, Storage
+from autotune.profiling.reachable_code import source_of
 from autotune.units import find_units
 
 SHORT, LONG = 12, 48
@@ -427,3 +428,57 @@ def test_unreachable_budget_is_reported_once_with_the_smallest_reachable_one(cap
         _, status = metered_run([LONG] * 16, lambda _: smallest)
     assert not [record for record in caplog.records if "no plan fits" in record.getMessage()]
     assert not status["over_budget_steps"]
+
+
+# ------------------------------------------------------------------------------------------------------ cut batches
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("mode", ["rounding", pytest.param("tolerant", marks=pytest.mark.slow)])
+def test_no_step_is_uncut_again_once_only_cut_batches_fit(mode: str) -> None:
+    seeded()
+    trained = nn.Sequential(*(Residual() for _ in range(5)))
+    optimizer = torch.optim.AdamW(trained.parameters())
+    # The whole batch needs 6.7 MiB even if all is recomputed, eight pieces 3.7 MiB.
+    budget, tried, cut = 4 * 2**20, 0, set()
+    with autotune.attach(
+        trained, optimizer, mode=mode, memory_budget_bytes=budget, limits=RESTLESS, runs_dir=None
+    ) as tuner:
+        for _ in range(60):
+            for micro in tuner.micro_batches(torch.randn(64, 16, 64)):
+                tried += tuner.probing
+                cut.add(len(micro))
+                tuner.backward(trained(micro).square().mean())
+            tuner.step()
+        status = tuner.status
+    assert tried
+    assert min(cut) <= 8
+    # A trial's passes are not the loop's own calls: they once made each later step look new, to be run whole.
+    assert status["over_budget_steps"] == 0
+    assert status["predicted_peak_bytes"] <= budget
+
+
+def of_one_name() -> float:
+    """Draw: the model never calls this, but an attribute of it has the same name."""
+    return random.random()
+
+
+class NamesAsAFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_one_name = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.of_one_name(x).relu()
+
+
+def test_unit_is_not_locked_for_a_function_that_shares_a_name_with_its_attribute() -> None:
+    assert source_of(NamesAsAFunction()) is None

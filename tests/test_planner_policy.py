@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +105,44 @@ class Always:
         """Return the levers."""
         self.seen.append(features)
         return self.actions
+
+
+def budgets(policy: PlannerPolicy, job: SimulatedJob, sizes: Sequence[int | None], told: int | None) -> None:
+    """Run windows with these actual budgets, announced as one size."""
+    engine = SimulatedEngine(job)
+    plan = policy.begin(job.profile, told)
+    for number, size in enumerate(sizes):
+        engine.apply(plan)
+        window = replace(engine.run(4), memory_budget_bytes=size)
+        seen = observe(job.profile.space, plan, window, budget=told, progress=number / len(sizes))
+        plan = policy.decide(seen, plan)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("glitch", [0, 1, None])
+def test_dips_that_no_plan_survives_do_not_hide_those_that_come_again(glitch: int | None) -> None:
+    (job,) = drawn_jobs(1, seed=7, batching="fixed")
+    high, middle = a_budget(job.profile, 0.9), a_budget(job.profile, 0.5)
+    regular = [middle if number % 5 == 3 else high for number in range(19)]
+    policy, other = PlannerPolicy(), PlannerPolicy()
+    budgets(policy, job, [*regular[:5], high if glitch is None else glitch, *regular[6:]], high)
+    budgets(other, job, regular, high)
+    found, usual = policy.dips, other.dips
+    assert found is not None
+    assert usual is not None
+    assert found.left_bytes == pytest.approx(usual.left_bytes, rel=0.2)
+    # Memory that was announced as nothing, or as unlimited, is a dip of no use for planning, but harmless.
+    budgets(PlannerPolicy(), job, regular, 0)
+    unlimited = PlannerPolicy()
+    budgets(unlimited, job, regular, None)
+    assert np.exp(unlimited._started().planner.dips.deviation[0]) < 1.5
+
+
+@pytest.mark.parametrize("wrong", [{"horizon": 1000}, {"horizon": float("nan")}, {"horizon": "3"}, {"dips": "nope"}])
+def test_wrong_settings_are_one_sentence(wrong: dict[str, Any]) -> None:
+    (name, value), *_ = wrong.items()
+    with pytest.raises(InputError, match=f"planner.{name} is {value!r}"):
+        PlannerSettings(**wrong)
 
 
 EXTREME = np.array([[size - 1 for size in SIZES]], dtype=np.int64)

@@ -386,6 +386,7 @@ PAYLOADS: dict[str, Callable[[Path], object]] = {
     "ranges of text": lambda f: edit(f, lowest=["0.0"] * len(RUN_FEATURES)),
     "a negative setting": lambda f: edit_part(f, "planner", rise=-0.1),
     "a setting without bound": lambda f: edit_part(f, "planner", retry=1e300),
+    "a horizon beyond the longest forecast": lambda f: edit_part(f, "planner", horizon=1000.0),
     "a share above 1": lambda f: edit_part(f, "planner", common_share=1.5),
     "training in words": lambda f: edit_part(f, "training", seeds="many"),
     "an interval of three": lambda f: edit_part(f, "training", won_ci95=[0.0, 1.0, 2.0]),

@@ -160,7 +160,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing remembered of speeds": (toml("[strengths]\ndrift_windows = 0.0"), "strengths.drift_windows is 0.0"),
     "spread below 1": (toml("[strengths]\nspread = 0"), "strengths.spread is 0.0"),
     "deviation without bound": (toml("[strengths]\nlength = 1e11"), "strengths.length is 100000000000.0"),
-    "share of a planner above 1": (toml("[planner]\ncommon_share = 2"), "planner.common_share is 2.0"),
+    "horizon beyond the longest forecast": (toml("[planner]\nhorizon = 1000"), "planner.horizon is 1000"),
+    "unknown explanation of costs": (toml("[planner]\ncosts = 'guessed'"), "costs"),
+    "dips that leave nothing": (toml("[strengths]\nevent_share = 1e-300"), "strengths.event_share is 1e-300"),
+    "share of a planner above 1": (toml("[planner]\ncommon_share = 2"), "planner.common_share is 2"),
 }
 
 

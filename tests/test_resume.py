@@ -268,6 +268,9 @@ def test_resumed_comparison_repeats_no_finished_run(
     assert len(ran) == len(set(ran)) == 6
     assert [len(arm["runs"]) for arm in document["arms"]] == [2, 2, 2]
     assert commands.resume(folder, job=str(JOB))["arms"] == document["arms"]
+    # Arms that the run does not have are not left out silently.
+    with pytest.raises(RunDirectoryError, match="'sqrt' is not among its arms"):
+        commands.resume(folder, job=str(JOB), arms=["uniform-bf16", "sqrt"])
 
 
 def test_interruption_right_after_the_start_names_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

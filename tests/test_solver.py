@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +18,7 @@ from autotune.choices import DEFAULT_STORAGES, STORAGES
 from autotune.cost_model import choice_program
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import Weights
-from autotune.cost_model.profile import Profile
+from autotune.cost_model.profile import Profile, choice_name
 from autotune.cost_model.solver import (
     SAFETY_MARGIN,
     Goal,
@@ -145,6 +147,23 @@ def test_greedy_plan_fits_and_is_never_better_than_exact(seed: int, share: float
         return
     assert peak_bytes(profile, plan) <= budget
     assert seconds_per_step(profile, plan) >= solve(profile, budget).seconds_per_step * (1 - 1e-9)
+
+
+@settings(max_examples=20)
+@given(seeds, st.sampled_from(SHARES))
+def test_greedy_plan_leaves_out_what_could_not_be_profiled(seed: int, share: float) -> None:
+    profile = drawn(seed, 4)
+    baseline = profile.space.baseline()
+
+    def kept(unit: str, choice: str) -> bool:
+        usual = choice_name(baseline.precision_of(unit), baseline.storage_of(unit))
+        return choice == usual or random.Random(f"{seed} {unit} {choice}").random() < 0.6
+
+    left = profile.offering(kept)
+    with contextlib.suppress(BudgetError):
+        plan = greedy_plan(left, int(share * peak_bytes(left, baseline)), Goal())
+        # What could not be profiled has no predicted time.
+        assert seconds_per_step(left, plan) > 0
 
 
 @settings(max_examples=20)

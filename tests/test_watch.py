@@ -198,6 +198,18 @@ def test_panel_shows_plan_pressure_noise_scale_times_overhead_and_trips() -> Non
         assert part in text, text
 
 
+def test_panel_and_line_tell_what_is_expected_of_dips(tmp_path: Path) -> None:
+    outlook = {"seen": 3, "windows": 2, "chance": 0.384, "left_bytes": 42 * 2**20}
+    told = "3 so far, the last 2 decisions ago; 38% that one begins before the next decision, which leaves 42.0 MiB"
+    watched = Watched(written(tmp_path / "run", ATTACHED, {**DECISION, "dips": outlook}))
+    watched.look()
+    assert watched.snapshot is not None
+    assert told in shown(panel(watched.snapshot), width=140)
+    assert told in line(watched.snapshot)
+    assert watched.snapshot.to_json()["dips"] == outlook
+    assert "dips" not in shown(panel(SNAPSHOT))
+
+
 def test_unknown_values_are_shown_as_unknown() -> None:
     first = Snapshot(name="net", stage="act", units=UNITS, recomputable=frozenset(), total_steps=None, plan=Plan())
     text = shown(panel(first))

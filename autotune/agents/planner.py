@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from autotune.agents.policies import POLICIES, planning_policy
 from autotune.budget import format_bytes
-from autotune.choices import DEFAULT_STORAGES, Storage
+from autotune.choices import DEFAULT_STORAGES, Precision, Storage
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import optimal_accumulation
-from autotune.cost_model.profile import Profile
+from autotune.cost_model.profile import Profile, choice_name
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, fastest_uniform, samples_of_progress, smallest, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError
@@ -126,14 +126,31 @@ def densest_plan(profile: Profile, budget_bytes: int | None) -> Plan:
 
 
 def _greedy_at(profile: Profile, accumulation_steps: int, usable_bytes: float) -> Plan | None:
-    space = profile.space
+    table, space = profile.table(accumulation_steps), profile.space
+    known = {part.unit: part.costs for part in table.segments if part.unit is not None}
+
+    def offered(name: str, precision: Precision, storage: Storage) -> bool:
+        return choice_name(precision, storage) in known[name]
+
+    def lowest(name: str) -> tuple[Precision, Storage]:
+        """Return the lowest precision of a unit that could be profiled, with its fastest storage."""
+        precisions = [space.lowest_precision, *space.precisions]
+        return next((p, s) for p in precisions for s in space.storages_of(name) if offered(name, p, s))
+
+    first = {name: lowest(name) for name in known}
     plan = space.plan(accumulation_steps=accumulation_steps, precision=space.lowest_precision)
+    plan = plan.changed(
+        precision={**plan.precision, **{name: precision for name, (precision, _) in first.items()}},
+        storage={**plan.storage, **{name: storage for name, (_, storage) in first.items() if name in plan.storage}},
+    )
     while (peak := peak_bytes(profile, plan)) > usable_bytes:
         seconds = seconds_per_step(profile, plan)
         candidates = []
         for name in space.recomputable:
             allowed = space.storages_of(name)
             for storage in allowed[allowed.index(plan.storage_of(name)) + 1 :]:
+                if not offered(name, plan.precision_of(name), storage):
+                    continue
                 other = plan.changed(storage={**plan.storage, name: storage})
                 paid = max(seconds_per_step(profile, other) - seconds, 1e-9)
                 candidates.append(((peak - peak_bytes(profile, other)) / paid, other))

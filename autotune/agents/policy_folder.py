@@ -33,7 +33,7 @@ from autotune.gym import levers
 from autotune.gym.observation import FEATURE_VERSION, GLOBAL_FEATURES, UNIT_FEATURES
 from autotune.io.documents import shown, validated
 from autotune.io.files import parse_json, read_bytes, read_json, write_atomic, write_json
-from autotune.simulator.planner_settings import PlannerSettings
+from autotune.simulator.planner_settings import LARGEST, Costs, Dips, PlannerSettings
 
 MANIFEST, WEIGHTS, CARD = "manifest.json", "policy.safetensors", "README.md"
 _LARGEST_BYTES = 4 * 2**20
@@ -85,14 +85,14 @@ class _Planner(_Closed):
     reserve: _Setting
     rise: _Setting
     retry: _Setting
-    horizon: _Setting
+    horizon: Annotated[_Setting, Field(le=LARGEST["horizon"])]
     cost_error: _Setting
     common_share: _Share
     drift: _Setting
     time_noise: _Setting
     # Policies of before these settings had planners that expected no dips and errors of the assumed sizes.
-    dips: Literal["belief", "last", "none"] = "none"
-    costs: Literal["weighed", "assumed"] = "assumed"
+    dips: Dips = "none"
+    costs: Costs = "assumed"
 
 
 class _Manifest(_Closed):

@@ -128,22 +128,22 @@ class Recipe:
     def _check_strengths(self) -> None:
         """Reject strengths with which no course can be drawn."""
         strengths = self.strengths
-        for name in ("noise_error", "cost_error", "time_noise", "drift", "length", "curriculum", "jitter", "spread"):
+        sizes = ("noise_error", "cost_error", "time_noise", "drift", "length", "curriculum", "jitter", "event_depth")
+        for name in (*sizes, "spread"):
             value = getattr(strengths, name)
             _require(value <= 10, f"strengths.{name}", value, "at most 10")
         for name in ("common_share", "length_lanes", "event_share", "event_told"):
             value = getattr(strengths, name)
             _require(value <= 1, f"strengths.{name}", value, "at most 1")
-        for name in ("drift_windows", "length_windows", "event_share"):
+        for name in ("drift_windows", "length_windows"):
             value = getattr(strengths, name)
             _require(value > 0, f"strengths.{name}", value, "above 0")
+        _require(strengths.event_share >= 0.01, "strengths.event_share", strengths.event_share, "at least 0.01")
         _require(strengths.spread >= 1, "strengths.spread", strengths.spread, ">= 1")
         families = strengths.event_families
         _require(bool(families) and set(families) <= set(FAMILIES), "strengths.event_families", families, [*FAMILIES])
         lasts = strengths.event_windows
         _require(1 <= lasts <= 1000, "strengths.event_windows", lasts, "1 to 1000")
-        share = self.planner.common_share
-        _require(share <= 1, "planner.common_share", share, "at most 1")
 
     def to_json(self) -> dict[str, Any]:
         """Return the recipe as a JSON object."""

@@ -35,7 +35,7 @@ class TrustedInputs:
 
     Attributes:
         jobs: jobs or references to them; a run on one job accepts a single job of any name.
-        arms: arms that are plan files or policy folders; other arms are ignored.
+        arms: arms of the run; those that are plan files, policy folders or code of another package must be given.
         storage: address of the database that keeps Optuna's studies.
         cluster: address of a Ray cluster.
         ds_config: DeepSpeed configuration.
@@ -74,7 +74,7 @@ class TrustedInputs:
         )
 
     def require_arms(self, recorded: Sequence[str]) -> None:
-        """Check that the caller supplies every arm or method that is a file, a folder or code of another package."""
+        """Check that the caller supplies every arm or method that is not of this package, and names no others."""
         # A run records names with their launch options in one order and notation.
         supplied = {*self.arms, *(canonical(name, where="--arms") for name in self.arms)}
         for name in recorded:
@@ -87,6 +87,9 @@ class TrustedInputs:
                 f"its arm {name[:200]!r} is {kind}, which is not opened because only the run's own files request it",
                 "--arms with the arms of the original command",
             )
+        extra = sorted({canonical(name, where="--arms") for name in self.arms} - {*recorded, "baseline"})
+        if extra:
+            raise self._refusal(f"{extra[0][:200]!r} is not among its arms", list(recorded))
 
     def rank_options(self, recorded: Ranks | None) -> RankOptions | None:
         """Return the ranks with the caller's DeepSpeed configuration; ``None`` for one process."""
@@ -136,7 +139,7 @@ class TrustedInputs:
             raise self._refusal(f"{option} is given, but the original command was run without it", "")
         return given
 
-    def _refusal(self, problem: str, allowed: str) -> RunDirectoryError:
+    def _refusal(self, problem: str, allowed: str | Sequence[str]) -> RunDirectoryError:
         return RunDirectoryError(problem, where="" if self.run is None else str(self.run), allowed=allowed)
 
 

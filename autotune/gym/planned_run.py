@@ -80,7 +80,7 @@ class PlannedRun:
         if noise is not None and 0 < noise < np.inf:
             self._noise_scale = noise
         number = self._number(observation.plan)
-        actual = max(_usable(window.memory_budget_bytes), 1.0)
+        actual = _usable(window.memory_budget_bytes)
         mean, longest = self._lengths(observation)
         measured = float("nan") if number is None else self._at_profiled_speed(window.seconds_per_step, number, mean)
         former = self.planner.seen
@@ -172,4 +172,4 @@ def launch_pool(profile: Profile, arrays: CostArrays, budget_bytes: int | None) 
 
 def _usable(budget_bytes: int | None) -> float:
     """Return the largest predicted peak that is allowed within a budget, in bytes."""
-    return 1e18 if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
+    return 1e18 if budget_bytes is None else max(budget_bytes * (1 - SAFETY_MARGIN), 1.0)

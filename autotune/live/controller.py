@@ -242,7 +242,7 @@ class Pilot:
     def trying(self, plan: Plan) -> Iterator[list[Exception]]:
         """Run trial passes under a plan; yield the exceptions that units raise."""
         try:
-            with self._switcher.trying(plan) as failures:
+            with self._calls.aside(), self._switcher.trying(plan) as failures:
                 yield failures
         finally:
             self._switcher.apply(self.plan)
@@ -423,8 +423,7 @@ class Pilot:
         if lesson is not None:
             plan = lesson if isinstance(self.phase, Unprofiled) else plan.changed(storage=lesson.storage)
         elif self._is_news(ahead.signature):
-            plan = profiler.leanest
-            profiler.look_at(plan, ahead)
+            plan = profiler.look_at(ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
             plan = self.phase.baseline
         elif self._cut_trials.due(plan, self.phase.space):

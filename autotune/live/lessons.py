@@ -71,6 +71,13 @@ class Lessons:
         space = self._allowed.space
         return self._allowed.plan(space.accumulation_choices[0], space.precisions[0], lean=self.saves_memory)
 
+    @property
+    def leanest(self) -> Plan:
+        """The plan that needs the least memory in the user's own precision, once trial passes allow to cut batches."""
+        space = self._allowed.space
+        k = self._ks[-1] if space.k_splits else space.accumulation_choices[0]
+        return self._allowed.plan(k, space.precisions[0], lean=True)
+
     # What is learnt, and when.
 
     def all(self) -> Iterator[Use | None]:
@@ -195,11 +202,10 @@ class Lessons:
         """Return the next step to trace; ``None`` if no more is needed.
 
         Each precision is traced, with the values of k that differ in cost. If memory is limited, the largest k of each
-        precision comes first, plans that are expected not to fit are left out, and plans that store more and more
-        follow.
+        precision comes first, plans that may not fit are left out, and plans that store more and more follow.
         """
-        space, known, first = self._allowed.space, self._knowledge, self.first_plan
-        room = usable(self.budget_bytes)
+        space, known = self._allowed.space, self._knowledge
+        first, room = self.leanest if self.saves_memory else self.first_plan, usable(self.budget_bytes)
         if first not in known.seen or known.growth.told_by(first, self.ahead.batch_bytes):
             return self.tracing(first)
         # If k cuts a batch, a larger one only saves memory; if a step consumes k batches, all after the first cost the

@@ -15,7 +15,7 @@ from autotune.live.prediction_scores import Expected, Score
 from autotune.live.step_uses import Tracing
 from autotune.mechanics import devices
 from autotune.mechanics.step_trace import Phase, StepTrace
-from autotune.plan import Plan, PlanSpace, Precision
+from autotune.plan import Plan, PlanSpace
 from autotune.profiling.attribution import attribute
 from autotune.profiling.live_profile import LiveTrace, live_profile
 from autotune.profiling.memory_scaling import Growth
@@ -114,6 +114,8 @@ class Knowledge:
     def expected_peak(self, plan: Plan, space: PlanSpace, ks: tuple[int, ...]) -> float:
         """Return the expected peak of a plan in bytes, assuming it falls with k as in the user's own precision.
 
+        A peak is linear in 1/k. Where only one k was traced, it is taken to be proportional to 1/k, its largest rise.
+
         Args:
             plan: The plan.
             space: The plans that are allowed.
@@ -122,19 +124,16 @@ class Knowledge:
         Returns:
             The peak; 0 if too little was traced to tell.
         """
-        own, small, large = space.precisions[0], ks[0], ks[-1]
-        names = [unit.name for unit in space.units]
-
-        def peak(k: int, precision: Precision | None = None) -> int | None:
-            other = {} if precision is None else {"precision": dict.fromkeys(names, precision)}
-            return self._peaks.get(plan.changed(accumulation_steps=k, **other))
-
-        whole, least, known = peak(small, own), peak(large, own), peak(large)
-        if small == large or whole is None or least is None or known is None or not space.k_splits:
+        own, large = dict.fromkeys((unit.name for unit in space.units), space.precisions[0]), ks[-1]
+        peaks = {k: self._peaks.get(plan.changed(accumulation_steps=k, precision=own)) for k in ks}
+        traced = {k: peak for k, peak in peaks.items() if peak is not None}
+        known = self._peaks.get(plan.changed(accumulation_steps=large))
+        if len(ks) == 1 or large not in traced or known is None or not space.k_splits:
             return 0.0
-        falls = (1 / plan.accumulation_steps - 1 / large) / (1 / small - 1 / large)
+        small, least = min(traced), traced[large]
+        rise = (least - self._static) * large if small == large else (traced[small] - least) / (1 / small - 1 / large)
         share = max(known - self._static, 0) / max(least - self._static, 1)
-        return known + share * max(whole - least, 0) * falls
+        return known + share * max(rise, 0) * (1 / plan.accumulation_steps - 1 / large)
 
     def note_batch(self, num_bytes: int) -> None:
         """Record the size of a step's batch."""

@@ -141,16 +141,20 @@ class LiveProfiler:
         if self._use is not None:
             self._use.run_under(plan)
 
-    def look_at(self, plan: Plan, ahead: StepAhead) -> None:
+    def look_at(self, ahead: StepAhead) -> Plan:
         """Trace the next step because it is unlike all traced steps.
 
         Args:
-            plan: The plan that it runs under: one that needs the least memory.
             ahead: The step.
+
+        Returns:
+            The plan that it runs under: the one that needs the least memory.
         """
         self._lessons.ahead = ahead
+        plan = self._lessons.leanest
         if not _profiler_runs():
             self._use = self._lessons.new_shape(plan)
+        return plan
 
     def try_again(self, plan: Plan) -> None:
         """Try the next step's batch in trial passes with pieces half as large.

@@ -189,9 +189,10 @@ def _named(function: FunctionType, names: frozenset[str], parts: Sequence[nn.Mod
             yield cell.cell_contents
         except ValueError:
             continue
+    # An attribute of the same name as a global is not that global.
+    for name in _read_in(function.__code__) & function.__globals__.keys():
+        yield function.__globals__[name]
     for name in names:
-        if name in function.__globals__:
-            yield function.__globals__[name]
         for part in parts:
             if name in vars(part):
                 yield vars(part)[name]

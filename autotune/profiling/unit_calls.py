@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from autotune.mechanics.controls import Switcher
 
@@ -24,6 +26,7 @@ class UnitCalls:
         self._ratios: deque[int] = deque([1], maxlen=_STEPS)
         self._usual: int | None = None
         self._passes = 0
+        self._before_aside = 0
 
     @property
     def ratio(self) -> int:
@@ -47,7 +50,16 @@ class UnitCalls:
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self._passes = 0
+        self._passes = self._before_aside = 0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave out what is called within: trial passes are not the loop's own."""
+        self._before_aside += self._switcher.calls()
+        try:
+            yield
+        finally:
+            self._switcher.calls()
 
     def begin_pass(self) -> None:
         """Note that a forward pass begins."""
@@ -55,6 +67,6 @@ class UnitCalls:
 
     def end_step(self) -> None:
         """Add the calls of the step."""
-        calls, passes, self._passes = self._switcher.calls(), self._passes, 0
+        calls, passes, self._passes = self._before_aside + self._switcher.calls(), self._passes, 0
         if calls and passes and self._usual is not None:
             self._ratios.append(max(math.ceil(calls / passes / self._usual), 1))

@@ -12,14 +12,16 @@ from autotune.simulator.simulated_job import Flags
 
 # Smaller dips of the memory budget (as a logarithm) are ignored.
 DIP = 0.02
-# Longest interval between dips that hypotheses distinguish, in windows.
+# The longest forecast, the longest regular interval between dips, and the longest that is told from others, in windows.
+FARTHEST = 64
 _LONGEST = 160
+_SPAN = _LONGEST + FARTHEST
 # Gaps in a burst of dips, and shares of dips that another one follows at once.
 _GAPS, _AGAIN = (1.0, 2.0, 3.0, 5.0), (0.4, 0.7)
 # Share of each hypothesis that is left to any other interval, and the mean of those.
 _OTHER, _OTHER_MEAN = 0.01, 12.0
-# Weight of what earlier intervals said, for each later one: what causes dips may change.
-_KEPT = 0.98
+# Probability that the cause of dips changes after one.
+_CHANGES = 0.01
 # Deviation of the depth of dips after the first one, as a share of it.
 _FIRST = 0.1
 # Smallest deviation of the logarithm of the memory that a dip leaves, and the smallest weight of a new dip.
@@ -106,31 +108,32 @@ class DipBelief(DipForecast):
 
     def __init__(self, lanes: int) -> None:
         super().__init__(lanes)
-        self._prior, self._mass, self._log_mass, self._beyond = _hypotheses()
+        self._prior, self._mass, self._beyond = _hypotheses()
         self._weights = np.tile(self._prior, (lanes, 1))
 
     def _forecast(self, windows: int) -> Floats:
         """Return the posterior mean of all hypotheses, shape (n, windows)."""
-        elapsed = np.minimum(self.elapsed, _LONGEST - windows - 1)
+        elapsed = np.minimum(self.elapsed, _LONGEST - 1)
         # After a longer silence, all that is known is its length.
         silent = elapsed / np.maximum(self.elapsed, 1)
-        weights = np.exp(self._weights - self._weights.max(axis=1, keepdims=True))
-        alive = (weights * self._beyond[elapsed]).sum(axis=1)
-        ahead = [(weights * self._mass[elapsed + 1 + window]).sum(axis=1) for window in range(windows)]
+        alive = (self._weights * self._beyond[elapsed]).sum(axis=1)
+        ahead = [(self._weights * self._mass[elapsed + 1 + window]).sum(axis=1) for window in range(windows)]
         chance = np.stack(ahead, axis=1) / np.maximum(alive, 1e-300)[:, None]
         return np.where(self.count[:, None] > 0, chance * np.where(self.elapsed > elapsed, silent, 1.0)[:, None], 0.0)
 
     def _learn_interval(self, lanes: Flags) -> None:
-        said = self._log_mass[np.clip(self.interval, 0, _LONGEST - 1)]
-        later = self._prior + _KEPT * (self._weights - self._prior) + said
+        inside = np.minimum(self.interval, _SPAN - 1)
+        said = np.where((self.interval < _SPAN)[:, None], self._mass[inside], self._beyond[inside])
+        later = self._weights * np.maximum(said, 1e-12)
+        later = (1 - _CHANGES) * later / later.sum(axis=1, keepdims=True) + _CHANGES * self._prior
         self._weights = np.where(lanes[:, None], later, self._weights)
 
 
 @functools.cache
-def _hypotheses() -> tuple[Floats, Floats, Floats, Floats]:
-    """Return all hypotheses: log priors (h,), and masses, log masses and survival of intervals, shape (windows, h)."""
-    means = np.unique(np.round(np.geomspace(2, 100, 24)))
-    periods = np.arange(2.0, _LONGEST // 2)
+def _hypotheses() -> tuple[Floats, Floats, Floats]:
+    """Return all hypotheses: priors (h,), and masses and survival of intervals, shape (windows, h)."""
+    means = np.unique(np.round(np.geomspace(2, 400, 30)))
+    periods = np.arange(1.0, _LONGEST)
     families: list[tuple[Floats, Callable[[float], Floats]]] = [
         (periods, lambda mean: _repeated(mean, 0.02)),
         (periods, lambda mean: _repeated(mean, 0.25)),
@@ -144,26 +147,27 @@ def _hypotheses() -> tuple[Floats, Floats, Floats, Floats]:
     for number, (values, mass_of) in enumerate(families):
         # Bursts are one cause among seven, whatever their gaps.
         weight = 1.0 if number < len(families) - len(_GAPS) * len(_AGAIN) else 1 / (len(_GAPS) * len(_AGAIN))
-        priors.append(np.log(weight / values / (1 / values).sum()))
+        prior = 1 / np.maximum(values, 2.0)
+        priors.append(weight * prior / prior.sum())
         masses += [(1 - _OTHER) * mass_of(float(mean)) + _OTHER * _geometric(_OTHER_MEAN) for mean in values]
     # What is missing to 1 lies beyond the longest interval.
-    mass = np.stack(masses, axis=1)
-    beyond = 1 - np.cumsum(mass, axis=0)
-    return np.concatenate(priors), mass, np.log(np.maximum(mass, 1e-12)), np.maximum(beyond, 1e-12)
+    mass, every = np.stack(masses, axis=1), np.concatenate(priors)
+    return every / every.sum(), mass, np.maximum(1 - np.cumsum(mass, axis=0), 1e-12)
 
 
 def _repeated(period: float, missing: float) -> Floats:
     """Return the mass of intervals between periodic dips of which a share is missing."""
-    times, rest = np.divmod(np.arange(_LONGEST), int(period))
+    times, rest = np.divmod(np.arange(_SPAN), int(period))
     return np.where((rest == 0) & (times > 0), (1 - missing) * missing ** np.maximum(times - 1.0, 0.0), 0.0)
 
 
 def _normal(mean: float, deviation: float) -> Floats:
     """Return the mass of normal intervals; the deviation is a share of the mean."""
-    place = (np.arange(_LONGEST) - mean) / max(deviation * mean, 0.4)
-    mass = np.exp(-0.5 * place**2)
+    wide = max(deviation * mean, 0.4)
+    place = (np.arange(_SPAN) - mean) / wide
+    mass = np.exp(-0.5 * np.square(np.minimum(np.abs(place), 30.0)))
     mass[0] = 0.0
-    return np.asarray(mass / mass.sum())
+    return np.asarray(mass / max(float(mass.sum()), wide * (2 * np.pi) ** 0.5))
 
 
 def _bursts(gap: float, share: float, mean: float) -> Floats:
@@ -173,7 +177,7 @@ def _bursts(gap: float, share: float, mean: float) -> Floats:
 
 def _geometric(mean: float) -> Floats:
     """Return the mass of intervals of which every window is equally likely to be the last."""
-    windows: Indices = np.arange(_LONGEST)
+    windows: Indices = np.arange(_SPAN)
     return np.where(windows > 0, (1 - 1 / mean) ** np.maximum(windows - 1.0, 0.0) / mean, 0.0)
 
 

@@ -31,6 +31,8 @@ _LIKELY = 0.01
 _CLOSE = 16
 # Changes of a plan's time that no measurement is worth, as a share of it.
 _SMALL = 1e-3
+# Logarithm of a budget over the need of the fullest plan, beyond which a budget is as good as none.
+_ROOMY = 1.0
 # Number of windows whose budgets are announced, including the next one.
 LOOK_AHEAD = 8
 
@@ -260,6 +262,8 @@ class Planner:
         self.seen: Seen | None = None
         self.left_free = np.zeros(len(lanes))
         self._rooms = Rooms(lanes.pool)
+        profiled = np.where(lanes.pool.there, lanes.pool.peak_bytes(self.length), 0.0)
+        self._fullest = np.asarray(profiled.argmax(axis=1))
 
     @property
     def plan(self) -> Indices:
@@ -409,7 +413,7 @@ class Planner:
         if self.settings.rise:
             former = seen.length if self.seen is None else self.length
             self.rises.learn(np.log(seen.longest / former))
-        self.dips.learn(seen.dip, np.log(seen.budget))
+        self._learn_dip(seen)
         self.seen = seen
         self.length = seen.length
         rows, pool = np.arange(len(self.lanes)), self.lanes.pool
@@ -417,6 +421,13 @@ class Planner:
         weights = pool.weights[rows, seen.plan] * seen.length[:, None]
         valid = ~seen.ran_out & np.isfinite(seen.step_s) & (seen.step_s > 0)
         self.belief.learn(weights, constant + between * seen.length, np.where(valid, seen.step_s, 0.0), valid)
+
+    def _learn_dip(self, seen: Seen) -> None:
+        """Take in a window's dip, as far as plans can differ in it: not below what the leanest one needs."""
+        pool = self.lanes.pool
+        least, most = (np.log(pool.peak_of(plan, seen.length)) for plan in (pool.leanest, self._fullest))
+        left = np.maximum(np.log(seen.budget), least)
+        self.dips.learn(np.minimum(seen.dip, most + _ROOMY - left), left)
 
     def step_seconds(self, plan: Indices, length: Floats) -> Floats:
         """Return the expected seconds of a step, shape (n,).

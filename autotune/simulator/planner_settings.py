@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from autotune.errors import InputError
 from autotune.io.documents import STRICT
+from autotune.simulator.dip_forecasts import FARTHEST
+
+Dips = Literal["belief", "last", "none"]
+Costs = Literal["weighed", "assumed"]
+# The largest value of each number.
+LARGEST = {
+    "reserve": 10.0,
+    "rise": 10.0,
+    "retry": 1000.0,
+    "horizon": float(FARTHEST),
+    "cost_error": 10.0,
+    "common_share": 1.0,
+    "drift": 10.0,
+    "time_noise": 10.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +44,9 @@ class PlannerSettings:
         time_noise: standard deviation of the logarithm of a window's measured seconds per step.
         dips: the forecast of unannounced dips of the budget, whose expected cost is part of each plan's time: a
             Bayesian ``belief`` about their intervals, the ``last`` interval again, or ``none``.
+
+    Raises:
+        InputError: if a value is not allowed; numbers are at most those in ``LARGEST``.
     """
 
     __pydantic_config__ = STRICT
@@ -36,9 +55,19 @@ class PlannerSettings:
     rise: float = 0.0
     retry: float = 1.0
     horizon: float = 3.0
-    costs: Literal["weighed", "assumed"] = "weighed"
+    costs: Costs = "weighed"
     cost_error: float = 0.3
     common_share: float = 0.6
     drift: float = 0.02
     time_noise: float = 0.02
-    dips: Literal["belief", "last", "none"] = "belief"
+    dips: Dips = "belief"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, largest in LARGEST.items():
+            value: object = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= largest:
+                raise InputError(f"planner.{name} is {value!r}", allowed=f"a number from 0 to {largest:g}")
+        for name, kind in (("dips", Dips), ("costs", Costs)):
+            if getattr(self, name) not in get_args(kind):
+                raise InputError(f"planner.{name} is {getattr(self, name)!r}", allowed=get_args(kind))
