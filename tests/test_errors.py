@@ -1,9 +1,13 @@
 """Tests of error messages: one line of plain text that hides passwords."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import autotune
 from autotune.errors import InputError, escaped, printable
 from autotune.report.rendering import element
 
@@ -70,3 +74,20 @@ def test_url_without_a_password_is_shown_in_full(text: str) -> None:
 
 def test_page_shows_control_characters_as_escapes():
     assert element("title", "a\x1b[31m<b>", lang='\x1b"') == '<title lang="\\x1b&#34;">a\\x1b[31m&lt;b&gt;</title>'
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"runs", ["runs"], "a\0b"], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("run", lambda value: autotune.resume(value)),
+        ("runs_dir", lambda value: autotune.tune("digits", runs_dir=value)),
+        ("runs_dir", lambda value: autotune.compare("digits", ["sqrt"], runs_dir=value)),
+    ],
+    ids=["resume", "tune", "compare"],
+)
+def test_argument_that_is_no_folder_is_named_in_one_sentence(
+    name: str, call: Callable[[Any], object], wrong: object
+) -> None:
+    with pytest.raises(InputError, match=rf"^{name} is .* \(allowed: a folder\)$"):
+        call(wrong)

@@ -15,6 +15,7 @@ from autotune.campaign.setup import prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.engines.registry import RankOptions
 from autotune.io.documents import validated
+from autotune.io.files import folder_given
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.records.requests import CompareOptions, CompareRequest, Ranks, recorded_address
@@ -95,7 +96,7 @@ def compare(
         ds_config=None if ranks is None else ranks.config,
     )
     request = replace(options.request(job, names), ranks=Ranks.of(ranks))
-    return run_comparison(request, trusted, Path(runs_dir), reporter or Silent())
+    return run_comparison(request, trusted, folder_given(runs_dir, "runs_dir"), reporter or Silent())
 
 
 def run_comparison(

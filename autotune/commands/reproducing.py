@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.data import pointed_at
+from autotune.io.files import folder_given
 from autotune.io.progress import Reporter, Silent
 from autotune.records.journal import Journal
 from autotune.records.protocol import paired_seeds
@@ -46,15 +47,15 @@ def reproduce(
     """
     from autotune.paper.paper_tables import experiments_for, sources_of
 
-    folder = None if data is None else str(Path(data).absolute())
+    folder = None if data is None else str(folder_given(data, "data").absolute())
     request = TableRequest(table=table, data=folder, scale=scale, seeds=seeds)
     paired_seeds(seeds)
     chosen()
     with pointed_at(data):
         sources = sources_of(experiments_for(table, scale))
-    require_writable(Path(runs_dir))
+    require_writable(folder_given(runs_dir, "runs_dir"))
     config = {"asked": asdict(request), "data": [asdict(source) for source in sources]}
-    with RunDirectory.create(Path(runs_dir), "reproduce", table, config) as run:
+    with RunDirectory.create(folder_given(runs_dir, "runs_dir"), "reproduce", table, config) as run:
         journal = Journal()
         journal.keep_in(run.path)
         return reproduced_run(request, run, journal, reporter or Silent())

@@ -22,6 +22,7 @@ from autotune.commands.comparing import run_comparison
 from autotune.commands.reproducing import reproduced_run
 from autotune.errors import InputError, RunDirectoryError
 from autotune.io.environment_variables import variable
+from autotune.io.files import folder_given
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.launching import split
@@ -88,7 +89,7 @@ def resume(
         data=data,
         carbon_intensity=carbon_intensity,
     )
-    path = Path(run)
+    path = folder_given(run, "run")
     # The runs folder is the parent of the run's folder, so `.` and `..` must be resolved.
     return _resumed(path.resolve() if path.name in ("", "..") else path, trusted, reporter or Silent())
 

@@ -18,6 +18,7 @@ from autotune.engines.ray_cluster import ClusterOptions
 from autotune.engines.registry import RankOptions
 from autotune.errors import BudgetError, InputError
 from autotune.io.documents import validated
+from autotune.io.files import folder_given
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.launching import canonical, launched, split, suffix
@@ -112,7 +113,7 @@ def tune(
         cluster=None if cluster is None else cluster.address,
         ds_config=None if ranks is None else ranks.config,
     )
-    return run_tuning(request, trusted, Path(runs_dir), reporter or Silent())
+    return run_tuning(request, trusted, folder_given(runs_dir, "runs_dir"), reporter or Silent())
 
 
 def run_tuning(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporter: Reporter) -> dict[str, Any]:

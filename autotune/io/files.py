@@ -34,6 +34,23 @@ _SPECIAL = (
 )
 
 
+def is_path(value: object) -> bool:
+    """Return whether a value may be a path: text or a path object, without NUL."""
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    return isinstance(path, str) and "\0" not in path
+
+
+def folder_given(value: object, name: str) -> Path:
+    """Return a folder that a program gave as an argument.
+
+    Raises:
+        InputError: if the value is not a path; the message gives the argument's name.
+    """
+    if not is_path(value):
+        raise InputError(f"{name} is {value!r:.80}", allowed="a folder")
+    return Path(value)  # type: ignore[arg-type]
+
+
 def special(mode: int) -> str | None:
     """Return the kind of a file from its ``st_mode``; ``None`` for a regular file."""
     if stat.S_ISREG(mode):

@@ -5,7 +5,6 @@ Each function raises an :class:`autotune.errors.AttachError` that names the argu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Integral, Real
@@ -16,6 +15,7 @@ from torch import distributed as dist
 from torch import nn
 
 from autotune.errors import AttachError, BudgetError
+from autotune.io.files import is_path
 from autotune.live.asked_budget import BudgetFunction, Size, size_of
 from autotune.live.deepspeed_engines import is_engine, update_of
 from autotune.live.limits import Limits, Mode
@@ -29,16 +29,11 @@ def _is_positive(kind: type[Any], value: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool) and bool(value > 0)
 
 
-def _is_path(value: Any) -> bool:
-    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    return isinstance(path, str) and "\0" not in path
-
-
 # Checks and allowed values of arguments that have no check of their own.
 _ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "clip_norm": (lambda value: value is None or _is_positive(Real, value), "a number above 0, or None"),
     "total_steps": (lambda value: value is None or _is_positive(Integral, value), "a whole number >= 1, or None"),
-    "runs_dir": (lambda value: value is None or _is_path(value), "a folder, or None to write nothing"),
+    "runs_dir": (lambda value: value is None or is_path(value), "a folder, or None to write nothing"),
 }
 
 
