@@ -112,7 +112,6 @@ class CostBelief:
         units: units per lane.
         precisions: precisions per unit.
         settings: the assumed errors; without any error of costs, the profile is right.
-        weighed: whether there are several explanations; otherwise errors are taken to have the assumed settings.
 
     Attributes:
         mean: shape (lanes, units, precisions), expected factors on profiled costs.
