@@ -115,7 +115,8 @@ def families() -> Iterator[str]:
             f"{row[name]:.2f} ({row['ci95'][name][0]:.2f} to {row['ci95'][name][1]:.2f})"
             for name in ("planner_belief", "ppo", "ppo_over_belief")
         )
-        yield f"| {family} | {' | '.join(f'{one:.2f}' for one in known)} | {belief} | {ppo} | {beyond} |"
+        cells = " | ".join(f"{one:.2f}" for one in known)
+        yield f"| {family} | {cells} | {belief} | {ppo} | {beyond} |".replace("-0.00", "0.00")
 
 
 def dips() -> Iterator[str]:

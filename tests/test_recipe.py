@@ -58,7 +58,7 @@ def moved(value: Any) -> Any:
     if isinstance(value, tuple):
         return ("jittered",)
     if isinstance(value, str):
-        return "last"
+        return {"belief": "last", "weighed": "assumed"}[value]
     other = value + 4 if isinstance(value, int) else 0.8 * value + 0.013
     assert other != value
     return other

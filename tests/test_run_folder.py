@@ -84,5 +84,5 @@ def test_lock_leaves_no_trace_and_has_one_holder_at_a_time(tmp_path: Path) -> No
     for thread in threads:
         thread.join()
     assert all(most)
-    assert sum(taken.values()) > 50
+    assert sum(taken.values()) > 10
     assert list(tmp_path.iterdir()) == []
