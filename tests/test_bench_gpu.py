@@ -329,7 +329,7 @@ import autotune.cli.bench, autotune.bench.bench_gpu
 from autotune.agents.policy_folder import shipped_policy
 shipped_policy()
 asked = {{"job": {JOB!r}, "device": "cpu", "seed": 0, "data": None, "arms": None, "jobs": [{JOB!r}]}}
-asked["attached_steps"] = 20
+asked |= {{"attached_steps": 20, "attaches": True}}
 found = {{}}
 for part in PARTS:
     more = {{"profile": found.get("profile"), "peak_bytes": 10**9, "shares": [0.5], "rounds": 2, "arm": "ppo"}}

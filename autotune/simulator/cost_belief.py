@@ -11,8 +11,9 @@ S. Dayanik, "The knowledge-gradient policy for correlated normal beliefs" (2009)
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
-from scipy.special import ndtr
 
 from autotune.cost_model.cost_arrays import Floats
 from autotune.simulator.planner_settings import PlannerSettings
@@ -29,6 +30,8 @@ _EXACT, _OUTLIER = 1e-8, 5.0
 _NO_ERROR = 1e-6
 # Standard deviations beyond which no measurement makes a plan the best.
 _HOPELESS = 30.0
+# Element by element, since SciPy is not everywhere that planners run.
+_ERFC = np.frompyfunc(math.erfc, 1, 1)
 
 
 class CostFilter:
@@ -179,4 +182,5 @@ def expected_gain(slower: Floats, moved: Floats) -> Floats:
     moved = np.where(useful, moved, 1.0)
     place = np.where(useful, slower, 0.0) / moved
     density = np.exp(-0.5 * np.square(place)) / np.sqrt(2 * np.pi)
-    return np.where(useful, moved * np.maximum(density - place * ndtr(-place), 0.0), 0.0)
+    beyond = 0.5 * _ERFC(place / np.sqrt(2)).astype(np.float64)
+    return np.where(useful, moved * np.maximum(density - place * beyond, 0.0), 0.0)
