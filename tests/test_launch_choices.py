@@ -403,7 +403,7 @@ def test_command_measures_knobs_and_writes_nothing(
     assert [entry["choice"] for entry in found["trials"]] == ["workers=2", "pinned"]
     assert run(["knobs", SLOW, "--pairs", "6", "--only", "workers=2,pinned"]) == 0
     shown = capsys.readouterr().out
-    assert "Not here: pinned (the job does not train on an accelerator)." in shown
+    assert "Not here: pinned (the job does not train on an accelerator; allowed: a job that does)." in shown
     assert f"autotune tune {SLOW}+workers=2" in shown
     assert not list(tmp_path.iterdir())
 
