@@ -39,7 +39,7 @@ class AllowedPlans:
 
     @property
     def leanest(self) -> Plan:
-        """The baseline with all allowed recomputation: even without a profile, it is known to need the least memory."""
+        """The baseline, at the smallest k, with all allowed recomputation: the least memory before cuts are tried."""
         return self.plan(self.space.accumulation_choices[0], self.space.precisions[0], lean=True)
 
     def lock(self, what: str, reason: str) -> None:

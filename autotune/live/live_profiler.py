@@ -92,7 +92,7 @@ class LiveProfiler:
 
     @property
     def leanest(self) -> Plan:
-        """The baseline with all allowed recomputation: even without a profile, it is known to need the least memory."""
+        """The baseline, at the smallest k, with all allowed recomputation: the least memory before cuts are tried."""
         return self._allowed.leanest
 
     @property

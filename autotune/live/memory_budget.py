@@ -20,7 +20,6 @@ class BudgetReader:
     Attributes:
         latest: The last budget in bytes, after deducting the reserve; ``None`` for none.
         announced: The last budget before that deduction.
-        least: The smallest one since the last decision.
         ceiling: Upper limit of the budget in bytes, set when memory runs out; ``None`` before that.
         reserve_frac: Share of the device's memory that is left free, because the memory is read once per window and
             other processes may take some at any time. The user's own budget is read before every step.
@@ -40,7 +39,7 @@ class BudgetReader:
         self._room: int | None = None
         self.latest: int | None = None
         self.announced: int | None = None
-        self.least: int | None = None
+        self._least: int | None = None
         self.reserve_frac = 0.0
         self.ceiling: int | None = None
 
@@ -68,13 +67,13 @@ class BudgetReader:
             own = allocated_within(own, fragments_bytes)
         own = _smaller(own, self.ceiling)
         self.announced = _smaller(own, self._room)
-        self.least = _smaller(self.least, self.announced)
+        self._least = _smaller(self._least, self.announced)
         self.latest = _smaller(own, None if self._room is None else int(self._room * (1 - self.reserve_frac)))
         return self.latest
 
     def take_least(self) -> int | None:
-        """Return the smallest budget since the last call, in bytes, which also ends a dip between two decisions."""
-        least, self.least = self.least, None
+        """Return the smallest budget since the last call, in bytes, so that no dip between two decisions is missed."""
+        least, self._least = self._least, None
         return _smaller(least, self.announced)
 
     def warn_unreachable(self, step: int, least: float, room: float) -> None:

@@ -11,9 +11,8 @@ S. Dayanik, "The knowledge-gradient policy for correlated normal beliefs" (2009)
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
+from scipy.special import ndtr
 
 from autotune.cost_model.cost_arrays import Floats
 from autotune.simulator.planner_settings import PlannerSettings
@@ -30,8 +29,6 @@ _EXACT, _OUTLIER = 1e-8, 5.0
 _NO_ERROR = 1e-6
 # Standard deviations beyond which no measurement makes a plan the best.
 _HOPELESS = 30.0
-# Element by element, since SciPy is not everywhere that planners run.
-_ERFC = np.frompyfunc(math.erfc, 1, 1)
 
 
 class CostFilter:
@@ -160,13 +157,11 @@ class CostBelief:
             other: shape (lanes, units x precisions), those of the other plan.
             seconds: shape (lanes, plans), expected seconds of each plan.
         """
-        shares = [weight * one.scale for weight, one in zip(self.weights, self._filters, strict=True)]
-        covariance = sum(
-            share[:, None, None] * one.covariance for share, one in zip(shares, self._filters, strict=True)
-        )
-        noise = sum(share * one.noise for share, one in zip(shares, self._filters, strict=True))
+        shares = self.weights * np.stack([one.scale for one in self._filters])
+        covariance = np.einsum("hn,hnij->nij", shares, np.stack([one.covariance for one in self._filters]))
+        noise = shares.sum(axis=0) * self._filters[0].noise
         spread = np.matmul(plans, covariance)
-        variance = (spread * plans).sum(axis=2) + np.asarray(noise)[:, None] * np.square(seconds)
+        variance = (spread * plans).sum(axis=2) + noise[:, None] * np.square(seconds)
         common = (spread * (plans - other[:, None])).sum(axis=2)
         return np.asarray(np.abs(common) / np.sqrt(np.maximum(variance, 1e-30)))
 
@@ -182,5 +177,4 @@ def expected_gain(slower: Floats, moved: Floats) -> Floats:
     moved = np.where(useful, moved, 1.0)
     place = np.where(useful, slower, 0.0) / moved
     density = np.exp(-0.5 * np.square(place)) / np.sqrt(2 * np.pi)
-    beyond = 0.5 * _ERFC(place / np.sqrt(2)).astype(np.float64)
-    return np.where(useful, moved * np.maximum(density - place * beyond, 0.0), 0.0)
+    return np.where(useful, moved * np.maximum(density - place * ndtr(-place), 0.0), 0.0)
