@@ -30,7 +30,6 @@ from autotune.live.step_uses import Tracing
 from autotune.mechanics import controls, randomness
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
 from autotune.plan import Plan, PlanSpace, Precision, Storage
-from autotune.profiling.reachable_code import source_of
 from autotune.units import find_units
 
 SHORT, LONG = 12, 48
@@ -464,21 +463,3 @@ def test_no_step_is_uncut_again_once_only_cut_batches_fit(mode: str) -> None:
     # A trial's passes are not the loop's own calls: they once made each later step look new, to be run whole.
     assert status["over_budget_steps"] == 0
     assert status["predicted_peak_bytes"] <= budget
-
-
-def of_one_name() -> float:
-    """Draw: the model never calls this, but an attribute of it has the same name."""
-    return random.random()
-
-
-class NamesAsAFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_one_name = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.of_one_name(x).relu()
-
-
-def test_unit_is_not_locked_for_a_function_that_shares_a_name_with_its_attribute() -> None:
-    assert source_of(NamesAsAFunction()) is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dis
 import functools
 import io
+import itertools
 import random
 import sys
 import weakref
@@ -189,16 +190,40 @@ def _named(function: FunctionType, names: frozenset[str], parts: Sequence[nn.Mod
             yield cell.cell_contents
         except ValueError:
             continue
-    # An attribute of the same name as a global is not that global.
-    for name in _read_in(function.__code__) & function.__globals__.keys():
-        yield function.__globals__[name]
     for name in names:
+        if name in function.__globals__ and not _is_a_part(name, function.__code__, parts):
+            yield function.__globals__[name]
         for part in parts:
             if name in vars(part):
                 yield vars(part)[name]
             for base in type(part).__mro__:
                 if name in vars(base) and not is_trusted(base.__module__):
                     yield vars(base)[name]
+
+
+def _is_a_part(name: str, code: CodeType, parts: Sequence[nn.Module]) -> bool:
+    """Return whether a name in a method's code can only mean a module or tensor of its own, not a global of that name.
+
+    A global may be reached through any other object, and an attribute of the same name may wrap it.
+    """
+    if name not in _own_names(code):
+        return False
+    held = any(name in kept for part in parts for kept in (part._modules, part._parameters, part._buffers))
+    return held and not any(name in vars(one) for part in parts for one in (part, *type(part).__mro__))
+
+
+@functools.cache
+def _own_names(code: CodeType) -> frozenset[str]:
+    """Return the names that a method's code uses in ``self.name`` alone, its inner functions included."""
+    first = code.co_varnames[0] if code.co_argcount else None
+    own, others = set[str](), set[str]()
+    for before, step in itertools.pairwise(dis.get_instructions(code)):
+        if step.argval not in code.co_names:
+            continue
+        loads = step.opname in ("LOAD_ATTR", "LOAD_METHOD") and before.opname in ("LOAD_FAST", "LOAD_FAST_BORROW")
+        (own if loads and before.argval == first else others).add(step.argval)
+    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(own - others).difference(*inner)
 
 
 def functions_of(found: Any, names: frozenset[str]) -> list[Any]:
