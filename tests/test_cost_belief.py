@@ -214,6 +214,27 @@ def test_weighing_explanations_saves_time(runs: MovingRuns, strengths: Strengths
     assert weighed.mean() < assumed.mean()
 
 
+def test_trials_and_plans_that_run_out_of_memory_are_not_repeated_without_an_idea_of_rises(runs: MovingRuns) -> None:
+    # The longest batches are up to 1.5 times as long as the mean ones, which a planner without rises takes for certain.
+    runs.strengths = Strengths(cost_error=0.2, jitter=0.2, time_noise=0.05)
+    job = np.arange(LANES) % len(runs.jobs)
+    pool = runs.pool.take(job)
+    budget = pool.peak_of(pool.baseline, np.ones(LANES))
+    course = draw_course(np.random.default_rng(3), runs.strengths, runs.arrays, job, budget, WINDOWS)
+    seconds, failures = {}, {}
+    for costs in ("weighed", "assumed"):
+        runs.begin(course)
+        planner, failed = Planner(runs.lanes, replace(USUAL, costs=costs)), []
+        for _ in range(WINDOWS):
+            seen = runs.run(planner.decide(runs.situation()))
+            planner.observe(seen)
+            failed.append(seen.ran_out)
+        seconds[costs], failures[costs] = runs.seconds.copy(), np.stack(failed)
+    assert failures["weighed"].mean() < 0.1
+    assert failures["weighed"][-20:].mean() < failures["weighed"][:20].mean()
+    assert np.quantile(seconds["weighed"] / seconds["assumed"], 0.95) < 1.1
+
+
 def test_uncertain_plan_is_tried_only_for_what_it_teaches(runs: MovingRuns) -> None:
     runs.strengths = Strengths(cost_error=0.3)
     job = np.arange(LANES) % len(runs.jobs)

@@ -16,7 +16,7 @@ from autotune.cost_model.cost_arrays import CostArrays, Floats, Indices, Numberi
 from autotune.cost_model.goodput import step_efficiency
 from autotune.cost_model.plan_pool import PlanPool
 from autotune.simulator.cost_belief import CostBelief, expected_gain
-from autotune.simulator.dip_forecasts import FORECASTS
+from autotune.simulator.dip_forecasts import DIP, FORECASTS
 from autotune.simulator.planner_settings import PlannerSettings
 from autotune.simulator.simulated_job import Flags
 
@@ -31,6 +31,8 @@ _LIKELY = 0.01
 _CLOSE = 16
 # Changes of a plan's time that no measurement is worth, as a share of it.
 _SMALL = 1e-3
+# Weight of a window for how likely its plan is to run out of memory, and what is left of that after each other window.
+_FAILURE_WEIGHT, _FORGOTTEN = 0.5, 0.95
 # Logarithm of a budget over the need of the fullest plan, beyond which a budget is as good as none.
 _ROOMY = 1.0
 # Number of windows whose budgets are announced, including the next one.
@@ -262,8 +264,10 @@ class Planner:
         self.seen: Seen | None = None
         self.left_free = np.zeros(len(lanes))
         self._rooms = Rooms(lanes.pool)
-        profiled = np.where(lanes.pool.there, lanes.pool.peak_bytes(self.length), 0.0)
-        self._fullest = np.asarray(profiled.argmax(axis=1))
+        # How likely each plan is to run out of memory without a dip, as its own windows show; rises tell it beforehand.
+        self._failing = np.zeros(lanes.pool.there.shape)
+        self._by_peak = np.where(lanes.pool.there, lanes.pool.peak_bytes(self.length), 0.0).argsort(axis=1)
+        self._fullest = self._by_peak[:, -1]
 
     @property
     def plan(self) -> Indices:
@@ -307,6 +311,8 @@ class Planner:
         slower = (left[rows, close] - left[rows, best]) / max(horizon, 1.0)
         moved = self.belief.moved(weights, other, seconds)
         gain = expected_gain(slower, np.where(moved > _SMALL * seconds, moved, 0.0))
+        # A window that runs out of memory teaches nothing.
+        gain *= 1 - self._failures()[rows, close]
         taught = np.zeros_like(left)
         taught[rows, close] = gain * np.clip(windows_left - 1, 0.0, horizon)[:, None]
         return taught
@@ -374,7 +380,7 @@ class Planner:
             chance = self.rises.exceed(room, levers.caution, unsure)
             return np.asarray(np.maximum(chance - np.take_along_axis(chance, leanest, axis=1), 0.0))
 
-        usual = beyond(budget, window, 0.0) if self.settings.rise else np.zeros_like(self.lanes.pool.constant)
+        usual = beyond(budget, window, 0.0) if self.settings.rise else self._failures()
         if not any_dip:
             return usual, usual
         low = np.minimum(budget, np.exp(self.dips.level))
@@ -413,6 +419,8 @@ class Planner:
         if self.settings.rise:
             former = seen.length if self.seen is None else self.length
             self.rises.learn(np.log(seen.longest / former))
+        else:
+            self._learn_failure(seen)
         self._learn_dip(seen)
         self.seen = seen
         self.length = seen.length
@@ -428,6 +436,22 @@ class Planner:
         least, most = (np.log(pool.peak_of(plan, seen.length)) for plan in (pool.leanest, self._fullest))
         left = np.maximum(np.log(seen.budget), least)
         self.dips.learn(np.minimum(seen.dip, most + _ROOMY - left), left)
+
+    def _failures(self) -> Floats:
+        """Return how likely plans have shown to run out of memory, at least as likely as any of a lower peak."""
+        if not self._failing.any():
+            return self._failing
+        sorted_by_peak = np.take_along_axis(self._failing, self._by_peak, axis=1)
+        found = np.empty_like(self._failing)
+        np.put_along_axis(found, self._by_peak, np.maximum.accumulate(sorted_by_peak, axis=1), axis=1)
+        return found
+
+    def _learn_failure(self, seen: Seen) -> None:
+        """Take in whether a window without a dip ran out of memory; what was learnt so is forgotten slowly."""
+        rows, usual = np.arange(len(self.lanes)), seen.dip <= DIP
+        self._failing *= _FORGOTTEN
+        known = self._failing[rows, seen.plan]
+        self._failing[rows, seen.plan] = np.where(usual, known + _FAILURE_WEIGHT * (seen.ran_out - known), known)
 
     def step_seconds(self, plan: Indices, length: Floats) -> Floats:
         """Return the expected seconds of a step, shape (n,).
