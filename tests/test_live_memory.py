@@ -463,3 +463,27 @@ def test_no_step_is_uncut_again_once_only_cut_batches_fit(mode: str) -> None:
     # A trial's passes are not the loop's own calls: they once made each later step look new, to be run whole.
     assert status["over_budget_steps"] == 0
     assert status["predicted_peak_bytes"] <= budget
+
+
+@pytest.mark.parametrize("mode", ["rounding", "tolerant"])
+@pytest.mark.parametrize("kind", ["a short last batch", pytest.param("random shapes", marks=pytest.mark.slow)])
+def test_batches_of_other_shapes_are_cut_from_their_first_step_on(mode: str, kind: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ([(16, 48)] * 7 + [(3, 48)]) * 5
+    if kind == "random shapes":
+        draw = np.random.default_rng(1)
+        shapes = [(int(draw.integers(1, 17)), int(draw.integers(8, 49))) for _ in range(60)]
+    seeded()
+    trained = TinyGPT(width=32, blocks=4, dropout=0.0)
+    optimizer = torch.optim.AdamW(trained.parameters())
+    # Recomputed whole, a batch of 16 x 48 tokens needs 1.6 MB; in eight pieces 0.49 MB, in four 0.66 MB.
+    budget = 545_000 if kind == "random shapes" else 793_000
+    with autotune.attach(trained, optimizer, mode=mode, memory_budget_bytes=budget, runs_dir=None) as tuner:
+        for number, shape in enumerate(shapes):
+            if number == 4:
+                begun = tuner.status["over_budget_steps"]
+            for micro in tuner.micro_batches(torch.randint(0, 11, shape, generator=generator)):
+                tuner.backward(gpt_loss(trained, micro))
+            tuner.step()
+        assert tuner.status["over_budget_steps"] == begun
+        assert "profile" not in tuner.locks

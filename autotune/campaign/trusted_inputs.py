@@ -87,7 +87,8 @@ class TrustedInputs:
                 f"its arm {name[:200]!r} is {kind}, which is not opened because only the run's own files request it",
                 "--arms with the arms of the original command",
             )
-        extra = sorted({canonical(name, where="--arms") for name in self.arms} - {*recorded, "baseline"})
+        given = {canonical(name.strip(), where="--arms") for name in self.arms if name.strip()}
+        extra = sorted(given - {*recorded, "baseline"})
         if extra:
             raise self._refusal(f"{extra[0][:200]!r} is not among its arms", list(recorded))
 

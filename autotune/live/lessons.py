@@ -117,11 +117,11 @@ class Lessons:
             use: Use | None = None
             signature, known = self.ahead.signature, self._knowledge
             if self.saves_memory and known.seen and not known.knows(signature):
-                use = self.new_shape(self.first_plan) or Use(self.first_plan)
+                use = self.new_shape(self.leanest) or Use(self.leanest)
             elif self.saves_memory and not known.plans_with(signature) and waited < _WAITS:
                 # A batch of another shape would mix its costs with the known ones.
                 waited += 1
-                use = Use(self.first_plan)
+                use = Use(self.leanest)
             if use is None and traced < _ATTEMPTS + 2 * len(self._ks) * len(precisions):
                 use = self._untraced()
                 traced += use is not None
@@ -206,14 +206,15 @@ class Lessons:
         """
         space, known = self._allowed.space, self._knowledge
         first, room = self.leanest if self.saves_memory else self.first_plan, usable(self.budget_bytes)
-        if first not in known.seen or known.growth.told_by(first, self.ahead.batch_bytes):
+        size = self.ahead.batch_bytes
+        if first not in known.seen or known.growth.told_by(first, size):
             return self.tracing(first)
         # If k cuts a batch, a larger one only saves memory; if a step consumes k batches, all after the first cost the
         # same.
         ks = (self._ks[::-1] if self.saves_memory else self._ks[:1]) if space.k_splits else self._ks[:2]
         wanted = (self._allowed.plan(k, p, lean=self.saves_memory) for p in space.precisions for k in ks)
         for plan in wanted:
-            if plan not in known.seen and known.expected_peak(plan, space, self._ks) <= room:
+            if plan not in known.seen and known.expected_peak(plan, space, self._ks, size) <= room:
                 return self.tracing(plan)
         return self._fuller() or self._between() if self.saves_memory else None
 
@@ -293,8 +294,8 @@ class Lessons:
         """Return the plan in a precision with the smallest k that was measured to fit, or else with the smallest k."""
         ks = self._ks if self._allowed.space.k_splits else self._ks[:1]
         plans = [self._allowed.plan(k, precision, lean=self.saves_memory) for k in ks]
-        room, peak_of = usable(self.budget_bytes), self._knowledge.peak_of
-        return next((plan for plan in plans if (peak := peak_of(plan)) is not None and peak <= room), plans[0])
+        room, peak_of, size = usable(self.budget_bytes), self._knowledge.peak_of, self.ahead.batch_bytes
+        return next((plan for plan in plans if (peak := peak_of(plan, size)) is not None and peak <= room), plans[0])
 
     def _likely(self, like: Plan) -> Plan:
         """Return a plan with the storage that the next batch would most likely get; unchanged if that is unknown."""

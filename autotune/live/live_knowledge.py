@@ -18,7 +18,7 @@ from autotune.mechanics.step_trace import Phase, StepTrace
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.attribution import attribute
 from autotune.profiling.live_profile import LiveTrace, live_profile
-from autotune.profiling.memory_scaling import Growth
+from autotune.profiling.memory_scaling import Growth, grown
 from autotune.profiling.step_record import TimedStep, recomputed_units, silent_units
 from autotune.profiling.step_signature import Signature
 
@@ -66,7 +66,8 @@ class Knowledge:
         self.seen: dict[Plan, LiveTrace] = {}
         self.signatures: list[Signature] = []
         # For each traced plan, the peak of its last traced step, and the most memory per byte of a batch.
-        self._peaks: dict[Plan, int] = {}
+        # What traced steps needed beyond static bytes, and the bytes of their batches.
+        self._peaks: dict[Plan, tuple[int, int]] = {}
         self._densities: dict[Plan, float] = {}
 
     def leave_out(self, names: Collection[str]) -> None:
@@ -93,9 +94,17 @@ class Knowledge:
         """Return how often a unit was called in a traced forward pass."""
         return sum(called == name for called in self._first.calls) if self.seen else 0
 
-    def peak_of(self, plan: Plan) -> int | None:
-        """Return the peak of a plan's last traced step in bytes; ``None`` if there was none."""
-        return self._peaks.get(plan)
+    def peak_of(self, plan: Plan, batch_bytes: int) -> float | None:
+        """Return the peak of a plan in bytes, from its last traced step; ``None`` if there was none.
+
+        Args:
+            plan: The plan.
+            batch_bytes: Bytes of the batch that it is wanted for; a smaller one than the traced one counts as that.
+        """
+        if plan not in self._peaks:
+            return None
+        needed, traced_bytes = self._peaks[plan]
+        return self._static + needed * max(grown(batch_bytes / max(traced_bytes, 1), self.growth.beyond), 1.0)
 
     def times_of(self, plan: Plan) -> int:
         """Return how often a plan was timed."""
@@ -111,7 +120,7 @@ class Knowledge:
         own = self.seen.get(plan)
         return otherwise if own is None else own.batch_bytes
 
-    def expected_peak(self, plan: Plan, space: PlanSpace, ks: tuple[int, ...]) -> float:
+    def expected_peak(self, plan: Plan, space: PlanSpace, ks: tuple[int, ...], batch_bytes: int) -> float:
         """Return the expected peak of a plan in bytes, assuming it falls with k as in the user's own precision.
 
         A peak is linear in 1/k. Where only one k was traced, it is taken to be proportional to 1/k, its largest rise.
@@ -120,14 +129,15 @@ class Knowledge:
             plan: The plan.
             space: The plans that are allowed.
             ks: The values of k that the batch can be cut into, ascending.
+            batch_bytes: Bytes of the batch.
 
         Returns:
             The peak; 0 if too little was traced to tell.
         """
         own, large = dict.fromkeys((unit.name for unit in space.units), space.precisions[0]), ks[-1]
-        peaks = {k: self._peaks.get(plan.changed(accumulation_steps=k, precision=own)) for k in ks}
+        peaks = {k: self.peak_of(plan.changed(accumulation_steps=k, precision=own), batch_bytes) for k in ks}
         traced = {k: peak for k, peak in peaks.items() if peak is not None}
-        known = self._peaks.get(plan.changed(accumulation_steps=large))
+        known = self.peak_of(plan.changed(accumulation_steps=large), batch_bytes)
         if len(ks) == 1 or large not in traced or known is None or not space.k_splits:
             return 0.0
         small, least = min(traced), traced[large]
@@ -180,7 +190,8 @@ class Knowledge:
             seconds=seconds,
         )
         level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
-        self.latest_peak = self._peaks[plan] = use.static_bytes + step.batch_bytes + max(level, 0)
+        needed = step.batch_bytes + max(level, 0)
+        self.latest_peak, self._peaks[plan] = use.static_bytes + needed, (needed, use.batch_bytes)
         if use.expected is not None:
             self._score(use.expected, plan, max(step.batch_bytes, use.batch_bytes))
         former_law = self.growth.within, self.growth.beyond
