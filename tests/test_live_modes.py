@@ -242,7 +242,7 @@ def test_loop_can_tell_trial_passes_from_real_ones() -> None:
             passes[-1][tuner.probing] += len(micro)
             tuner.backward(gpt_loss(model, micro))
         tuner.step()
-    # In three steps, trial passes run the whole batch and then its halves; real passes run each sample once per step.
+    # In three steps, trial passes run the batch twice, cut in two ways; real passes run each sample once per step.
     assert [real for real, _ in passes] == [8] * 6
     assert [tried for _, tried in passes] == [0, 16, 16, 16, 0, 0]
 

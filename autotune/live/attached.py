@@ -11,6 +11,7 @@ from torch import nn
 from autotune.job import LearningRateRule
 from autotune.live.asked_budget import BudgetFunction, Size
 from autotune.live.limits import Limits, Mode, Stage
+from autotune.mechanics.stepping import unevenness
 from autotune.plan import PlanSpace
 from autotune.profiling.step_signature import Signature
 
@@ -56,6 +57,15 @@ class Attached:
     lr_rule: LearningRateRule = "none"
     spread: bool = False
     bucket_bytes: int = 0
+
+    def unevenness(self, samples: int, k: int) -> float:
+        """Return how much larger the largest micro-batch of a batch is than an equal one; 1 where k cuts no batches.
+
+        Args:
+            samples: samples in the batch; 0 if they are not known.
+            k: the accumulation steps of a plan.
+        """
+        return unevenness(samples, k) if self.space.k_splits else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,9 +102,10 @@ class Pilot:
         # What this rank had locked when it last told the others.
         self._locks_told: set[str] = set()
         self._follows = attached.limits.follow_batches and isinstance(policy, PlanningPolicy)
-        # Batch bytes of the profile that the policy planned from, whether a newer profile exists, and the profile in
-        # use.
+        # Batch bytes and values of k of the profile that the policy planned from, whether a newer profile exists, and
+        # the profile in use.
         self._begun = 0
+        self._begun_ks: set[int] = set()
         self._news = False
         self._taken: Profile | None = None
         self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
@@ -204,7 +205,7 @@ class Pilot:
         if learns:
             # The share of reserved memory that steps leave unused is still being learnt.
             self._budget.read_device(self._fragments)
-        budget, self._size = self._budget.read(self.step, self._fragments), ahead.largest_bytes
+        budget = self._budget.read(self.step, self._fragments)
         lesson = self._profiler.plan_for(ahead, budget) if learns else None
         if self._agreement.many and self.attached.stage is Stage.ACT:
             plan = self._plan_together(ahead, lesson)
@@ -215,11 +216,12 @@ class Pilot:
         every = self.attached.limits.statistics_every
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, ahead.largest_bytes) if sampled else plan)
+        self._size = round(ahead.largest_bytes * self.attached.unevenness(ahead.samples, self.plan.accumulation_steps))
         self._calls.begin_step()
         self._profiler.begin()
         # A peak says nothing about its plan if no plan fits the step, or if the step is watched.
         counts = not self._unfitting and not self._profiler.watching
-        self._peaks.begin(self.plan, ahead.largest_bytes, budget, counts=counts)
+        self._peaks.begin(self.plan, self._size, budget, counts=counts)
         if sampled:
             trained = [p for group in self.attached.optimizer.param_groups for p in group["params"]]
             alone = max(self.plan.accumulation_steps, self.attached.accumulation_steps) == 1
@@ -419,26 +421,38 @@ class Pilot:
         profiler, size = self._profiler, ahead.largest_bytes
         if profiler.complete and profiler.profile is not self._taken and not self._agreement.many:
             self._take_profile()
-        plan = self._placed_plan(length, room)
+        # Ranks must agree on a plan, and do not know each other's samples.
+        plan = self._placed_plan(length, room, 0 if self._agreement.many else ahead.samples)
         if lesson is not None:
             plan = lesson if isinstance(self.phase, Unprofiled) else plan.changed(storage=lesson.storage)
-        elif self._is_news(ahead.signature):
+        elif self._is_news(ahead.signature, length):
             plan = profiler.look_at(ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
             plan = self.phase.baseline
+        elif self._may_explore and (unseen := profiler.try_unseen(plan, ahead, self._budget.latest)) is not None:
+            plan = unseen
         elif self._cut_trials.due(plan, self.phase.space):
             profiler.try_again(plan)
         else:
             profiler.also_watch(plan, ahead)
         return plan
 
-    def _is_news(self, signature: Signature) -> bool:
-        """Return whether plans must fit a budget and no step like this one was traced."""
-        if self._budget.latest is None or not self.acting or self._agreement.many:
+    def _is_news(self, signature: Signature, length: float) -> bool:
+        """Return whether plans must fit a budget, and no step like this one, or nearly as large, was traced."""
+        if not self._may_explore or self.placements is None or not self._profiler.complete:
             return False
-        return self._profiler.complete and not self._profiler.knowledge.knows(signature)
+        return not self._profiler.knowledge.knows(signature) or not self.placements.reaches(length)
 
-    def _placed_plan(self, length: float, room: float) -> Plan:
+    @property
+    def _may_explore(self) -> bool:
+        """Whether a step may run under another plan than the decided one, within the budget, to learn from it.
+
+        The budget also holds while no policy is trusted after a trip.
+        """
+        acts = self.attached.stage is Stage.ACT and isinstance(self.phase, Profiled) and not self.breaker.open
+        return acts and self._budget.latest is not None and not self._agreement.many
+
+    def _placed_plan(self, length: float, room: float, samples: int) -> Plan:
         """Return the plan for a batch: the decided one, with the storage that fits the batch and the budget best."""
         budget = self._budget.latest
         if self.attached.stage is Stage.OBSERVE or self.breaker.open:
@@ -447,7 +461,7 @@ class Pilot:
             # Nothing can be predicted yet: the user's own profiler runs, or other ranks have no profile.
             return self._profiler.leanest if budget is not None and self._profiler.probed else self.phase.baseline
         trusted = self._agreement.trusted(self.breaker.allows(self.step))
-        found = self.phase.place(length, room, follows=self._follows and trusted)
+        found = self.phase.place(length, room, follows=self._follows and trusted, samples=samples)
         if found.least_bytes is not None:
             self._unfitting = True
             self._budget.warn_unreachable(self.step, found.least_bytes, room)
@@ -565,9 +579,9 @@ class Pilot:
             return
         self._news = False
         self._adopt(profile, self._profiler.growth.beyond)
-        policy, size = self.decider.policy, profile.tables[0].batch_bytes
-        if isinstance(policy, PlanningPolicy) and size > _BEGIN_AGAIN * self._begun:
-            self._begun = size
+        policy, size, ks = self.decider.policy, profile.tables[0].batch_bytes, set(profile.space.accumulation_choices)
+        if isinstance(policy, PlanningPolicy) and (size > _BEGIN_AGAIN * self._begun or ks > self._begun_ks):
+            self._begun, self._begun_ks = size, ks
             planner, budget = policy, self._budget.latest
             try:
                 begun = self.decider.ask(lambda: planner.begin(profile, budget), _BEGIN_TIMEOUT_S)

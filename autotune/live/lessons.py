@@ -31,6 +31,12 @@ _ATTEMPTS = 8
 _NEW_SHAPES = 48
 # Steps after the first whose batches are cut in trial passes as well.
 _MORE_CUTS = 2
+# What a batch shows of a plan counts up to batches that are larger by this factor.
+_MUCH_LARGER = 2
+# Steps to wait for a batch that can be cut.
+_CUT_WAITS = 8
+# Plans that are traced once a batch comes that shows them, after the profile was made.
+_LATE_PLANS = 12
 # Steps to wait for one with the profiled shape.
 _WAITS = 32
 
@@ -55,7 +61,7 @@ class Lessons:
         self._probes = probes
         self._knowledge = knowledge
         self._acts = attached.stage is Stage.ACT
-        self._new_shapes = 0
+        self._new_shapes = self._late_plans = 0
         self._likeliest: Placements | None = None
         self.ahead = StepAhead(batch_bytes=0, largest_bytes=0, samples=0, signature=Signature((), (0, 0)))
         self.budget_bytes: int | None = None
@@ -97,16 +103,32 @@ class Lessons:
                     allowed.lock(
                         str(precision), f"the run computes in {self._probes.autocast} by an autocast of its own"
                     )
-            if allowed.space.k_splits and allowed.space.accumulation_choices[1:] and not self._ks[1:]:
-                allowed.lock(K, "the run's first batches cannot be cut into samples")
-            trial = self._trial()
+            cuts, trial = self._cuts, self._trial()
             if trial is not None:
                 yield trial
-            for _ in range(_MORE_CUTS):
-                # The loss may couple samples only in some steps.
-                if self._cuts:
-                    yield Shadowing(self.first_plan, self._others(self.first_plan)[:1])
+            yield from self._more_cuts(tried=cuts)
         yield from self.costs()
+
+    def _more_cuts(self, *, tried: bool) -> Iterator[Use | None]:
+        """Yield further trial passes: the loss may couple samples only in some steps.
+
+        Args:
+            tried: Whether a batch was cut in trial passes already.
+        """
+        left, waited = _MORE_CUTS + (not tried), 0
+        while left and waited < _CUT_WAITS and self._may_cut:
+            if not self._cuts:
+                waited += 1
+                yield Use(self.first_plan)
+                continue
+            # Once batches may be cut, the whole one is not needed: under a budget it may not fit.
+            smallest = max(k for k in self._ks if k < self.ahead.samples)
+            k = smallest if tried and self.saves_memory else self._ks[0]
+            left, tried = left - 1, True
+            reference = self.first_plan.changed(accumulation_steps=k)
+            yield Shadowing(reference, [reference.changed(accumulation_steps=2 * k)])
+        if not tried and self._may_cut:
+            self._allowed.lock(K, "the run's first batches cannot be cut into samples")
 
     def costs(self) -> Iterator[Use]:
         """Yield the uses of the steps that show costs."""
@@ -154,6 +176,27 @@ class Lessons:
         self._new_shapes += 1
         return self.tracing(plan)
 
+    def late_plan(self, planned: Plan) -> Use | None:
+        """Return a traced step under a plan that is not known yet and fits the next batch; ``None`` if there is none.
+
+        While costs were learnt, the batches may have been too large for it.
+
+        Args:
+            planned: The plan that the step is to run under. It is traced if few plans of its k that save were.
+        """
+        if not self.saves_memory or self._late_plans == _LATE_PLANS:
+            return None
+        plan = next(self._unseen(), planned)
+        if plan is planned and (plan in self._knowledge.seen or self._knows_saving_at(plan.accumulation_steps)):
+            return None
+        self._late_plans += 1
+        return self.tracing(plan)
+
+    def _knows_saving_at(self, k: int) -> bool:
+        """Return whether enough plans of a k that save were traced."""
+        lean, of_k = self._allowed.leanest.storage, [p for p in self._knowledge.seen if p.accumulation_steps == k]
+        return sum(plan.storage != lean for plan in of_k) >= TRACES - 1
+
     def tracing(self, plan: Plan, expected: Expected | None = None) -> Use:
         """Return a traced step.
 
@@ -162,7 +205,7 @@ class Lessons:
             expected: The peak that is predicted for it; ``None`` for none.
         """
         names = [unit.name for unit in self._allowed.space.units]
-        return Tracing(plan, self._attached, names, self.ahead.batch_bytes, expected)
+        return Tracing(plan, self._attached, names, self.ahead.batch_bytes, self.ahead.samples, expected)
 
     def timing(self, plan: Plan) -> Use:
         """Return a timed step under a plan."""
@@ -186,8 +229,13 @@ class Lessons:
         return tuple(k for k in choices if k <= self.ahead.samples or k == choices[0] or not space.k_splits)
 
     @property
+    def _may_cut(self) -> bool:
+        """Whether k cuts batches, and plans may choose among several values."""
+        return self._allowed.space.k_splits and len(self._allowed.space.accumulation_choices) > 1
+
+    @property
     def _cuts(self) -> bool:
-        """Whether k cuts batches, and more than one value is possible."""
+        """Whether k cuts batches, and the next one can be cut."""
         return self._allowed.space.k_splits and len(self._ks) > 1
 
     def _others(self, plan: Plan) -> list[Plan]:
@@ -204,19 +252,27 @@ class Lessons:
         Each precision is traced, with the values of k that differ in cost. If memory is limited, the largest k of each
         precision comes first, plans that may not fit are left out, and plans that store more and more follow.
         """
-        space, known = self._allowed.space, self._knowledge
-        first, room = self.leanest if self.saves_memory else self.first_plan, usable(self.budget_bytes)
-        size = self.ahead.batch_bytes
-        if first not in known.seen or known.growth.told_by(first, size):
+        known = self._knowledge
+        first = self.leanest if self.saves_memory else self.first_plan
+        if first not in known.seen or known.growth.told_by(first, self.ahead.batch_bytes):
             return self.tracing(first)
-        # If k cuts a batch, a larger one only saves memory; if a step consumes k batches, all after the first cost the
-        # same.
-        ks = (self._ks[::-1] if self.saves_memory else self._ks[:1]) if space.k_splits else self._ks[:2]
-        wanted = (self._allowed.plan(k, p, lean=self.saves_memory) for p in space.precisions for k in ks)
-        for plan in wanted:
-            if plan not in known.seen and known.expected_peak(plan, space, self._ks, size) <= room:
-                return self.tracing(plan)
+        plan = next(self._unseen(), None)
+        if plan is not None:
+            return self.tracing(plan)
         return self._fuller() or self._between() if self.saves_memory else None
+
+    def _unseen(self) -> Iterator[Plan]:
+        """Yield the plans that should be known, are not at the next batch's size, and are expected to fit it.
+
+        If k cuts a batch, a larger one only saves memory; if a step consumes k batches, all after the first cost the
+        same.
+        """
+        space, known, room = self._allowed.space, self._knowledge, usable(self.budget_bytes)
+        ks = (self._ks[::-1] if self.saves_memory else self._ks[:1]) if space.k_splits else self._ks[:2]
+        for plan in (self._allowed.plan(k, p, lean=self.saves_memory) for p in space.precisions for k in ks):
+            shown = _MUCH_LARGER * known.traced_bytes(plan, 0) >= self._bytes(plan)
+            if not shown and known.expected_peak(plan, space, self._ks, self.ahead) <= room:
+                yield plan
 
     def _between(self) -> Use | None:
         """Return a traced step that shows a storage between saving and recomputing in further units.
@@ -234,7 +290,7 @@ class Lessons:
             return None
         length = self._length(placements)
         room = usable(self.budget_bytes) - placements.alive_bytes(length)
-        like = placements.fastest(room, length, placements.group(self._allowed.leanest))
+        like = placements.fastest(room, length, placements.group(self._allowed.leanest), samples=self.ahead.samples)
         if like is None:
             return None
         known = {pair for plan in self._knowledge.seen for pair in plan.storage.items()}
@@ -258,13 +314,13 @@ class Lessons:
         if placements is None:
             return None
         length = self._length(placements)
-        found = placements.fastest(usable(self.budget_bytes), length)
+        found = placements.fastest(usable(self.budget_bytes), length, samples=self.ahead.samples)
         if found is None or (found in seen and not short):
             return None
         expected = Expected(
             plan=found,
             largest_bytes=self.ahead.largest_bytes,
-            peak_bytes=placements.peak_bytes(found, length),
+            peak_bytes=placements.peak_bytes(found, length, self.ahead.samples),
             static_bytes=placements.profile.static_bytes,
         )
         return self.tracing(found, expected)
@@ -294,8 +350,16 @@ class Lessons:
         """Return the plan in a precision with the smallest k that was measured to fit, or else with the smallest k."""
         ks = self._ks if self._allowed.space.k_splits else self._ks[:1]
         plans = [self._allowed.plan(k, precision, lean=self.saves_memory) for k in ks]
-        room, peak_of, size = usable(self.budget_bytes), self._knowledge.peak_of, self.ahead.batch_bytes
-        return next((plan for plan in plans if (peak := peak_of(plan, size)) is not None and peak <= room), plans[0])
+        room, peak_of = usable(self.budget_bytes), self._knowledge.peak_of
+        return next(
+            (plan for plan in plans if (peak := peak_of(plan, self._bytes(plan))) is not None and peak <= room),
+            plans[0],
+        )
+
+    def _bytes(self, plan: Plan) -> int:
+        """Return the bytes of the next batch, as of equal pieces, under a plan."""
+        factor = self._attached.unevenness(self.ahead.samples, plan.accumulation_steps)
+        return round(self.ahead.batch_bytes * factor)
 
     def _likely(self, like: Plan) -> Plan:
         """Return a plan with the storage that the next batch would most likely get; unchanged if that is unknown."""
@@ -303,9 +367,9 @@ class Lessons:
         if placements is None:
             return like
         length, room = self._length(placements), usable(self.budget_bytes)
-        found = placements.fastest(room, length, placements.group(self._allowed.leanest))
+        found = placements.fastest(room, length, placements.group(self._allowed.leanest), samples=self.ahead.samples)
         plan = like if found is None else like.changed(storage=found.storage)
-        return plan if placements.peak_bytes(plan, length) <= room else like
+        return plan if placements.peak_bytes(plan, length, self.ahead.samples) <= room else like
 
     def _placements(self) -> Placements | None:
         """Return the plans of a profile of all steps seen so far; ``None`` if no step was traced."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from autotune.cost_model.profile import Profile
-from autotune.live.attached import Attached, Step
+from autotune.live.attached import Attached, Step, StepAhead
 from autotune.live.prediction_scores import Expected, Score
 from autotune.live.step_uses import Tracing
 from autotune.mechanics import devices
@@ -66,8 +66,9 @@ class Knowledge:
         self.seen: dict[Plan, LiveTrace] = {}
         self.signatures: list[Signature] = []
         # For each traced plan, the peak of its last traced step, and the most memory per byte of a batch.
-        # What traced steps needed beyond static bytes, and the bytes of their batches.
-        self._peaks: dict[Plan, tuple[int, int]] = {}
+        # What traced steps needed beyond static bytes, and the bytes of their batches, as of equal pieces and as they
+        # are.
+        self._peaks: dict[Plan, tuple[int, int, int]] = {}
         self._densities: dict[Plan, float] = {}
 
     def leave_out(self, names: Collection[str]) -> None:
@@ -99,11 +100,12 @@ class Knowledge:
 
         Args:
             plan: The plan.
-            batch_bytes: Bytes of the batch that it is wanted for; a smaller one than the traced one counts as that.
+            batch_bytes: Bytes of the batch that it is wanted for, as of equal pieces; a smaller one than the traced one
+                counts as that.
         """
         if plan not in self._peaks:
             return None
-        needed, traced_bytes = self._peaks[plan]
+        needed, traced_bytes, _ = self._peaks[plan]
         return self._static + needed * max(grown(batch_bytes / max(traced_bytes, 1), self.growth.beyond), 1.0)
 
     def times_of(self, plan: Plan) -> int:
@@ -111,7 +113,7 @@ class Knowledge:
         return self._times[plan]
 
     def traced_bytes(self, plan: Plan, otherwise: int) -> int:
-        """Return the bytes of the batch with which a plan was traced.
+        """Return the bytes of the batch with which a plan was traced, as of equal pieces.
 
         Args:
             plan: The plan.
@@ -120,30 +122,42 @@ class Knowledge:
         own = self.seen.get(plan)
         return otherwise if own is None else own.batch_bytes
 
-    def expected_peak(self, plan: Plan, space: PlanSpace, ks: tuple[int, ...], batch_bytes: int) -> float:
-        """Return the expected peak of a plan in bytes, assuming it falls with k as in the user's own precision.
+    def expected_peak(self, plan: Plan, space: PlanSpace, ks: tuple[int, ...], ahead: StepAhead) -> float:
+        """Return an upper bound of a plan's peak in bytes, assuming it falls with k as in the user's own precision.
 
-        A peak is linear in 1/k. Where only one k was traced, it is taken to be proportional to 1/k, its largest rise.
+        What a step needs is linear in the size of its largest micro-batch: two values of k that were traced with
+        batches of one size show the line, and one shows the steepest line there can be.
 
         Args:
             plan: The plan.
             space: The plans that are allowed.
             ks: The values of k that the batch can be cut into, ascending.
-            batch_bytes: Bytes of the batch.
+            ahead: The step.
 
         Returns:
-            The peak; 0 if too little was traced to tell.
+            The bound. If too little was traced to tell, it is 0 for the largest k, which must be tried first, and
+            otherwise infinite.
         """
-        own, large = dict.fromkeys((unit.name for unit in space.units), space.precisions[0]), ks[-1]
-        peaks = {k: self.peak_of(plan.changed(accumulation_steps=k, precision=own), batch_bytes) for k in ks}
-        traced = {k: peak for k, peak in peaks.items() if peak is not None}
-        known = self.peak_of(plan.changed(accumulation_steps=large), batch_bytes)
-        if len(ks) == 1 or large not in traced or known is None or not space.k_splits:
+        if len(ks) == 1 or not space.k_splits:
             return 0.0
-        small, least = min(traced), traced[large]
-        rise = (least - self._static) * large if small == large else (traced[small] - least) / (1 / small - 1 / large)
-        share = max(known - self._static, 0) / max(least - self._static, 1)
-        return known + share * max(rise, 0) * (1 / plan.accumulation_steps - 1 / large)
+        own, large = dict.fromkeys((unit.name for unit in space.units), space.precisions[0]), ks[-1]
+        pieces = {k: self._attached.unevenness(ahead.samples, k) / k for k in ks}
+
+        def needed_at(k: int, like: Plan) -> float | None:
+            peak = self.peak_of(like.changed(accumulation_steps=k), round(ahead.batch_bytes * pieces[k] * k))
+            return None if peak is None else peak - self._static
+
+        alike = {k: plan.changed(accumulation_steps=k, precision=own) for k in ks}
+        traced = {k: needed for k in ks if (needed := needed_at(k, alike[k])) is not None}
+        known, piece = needed_at(large, plan), pieces[plan.accumulation_steps]
+        if large not in traced or known is None:
+            return 0.0 if plan.accumulation_steps == large else math.inf
+        bounds = [needed * piece / pieces[k] for k, needed in traced.items() if pieces[k] <= piece]
+        for k, other in itertools.combinations(traced, 2):
+            if self._peaks[alike[k]][2] == self._peaks[alike[other]][2] and piece > pieces[k] > pieces[other]:
+                slope = (traced[k] - traced[other]) / (pieces[k] - pieces[other])
+                bounds.append(traced[k] + max(slope, 0.0) * (piece - pieces[k]))
+        return self._static + min(bounds) * max(known, 0) / max(traced[large], 1)
 
     def note_batch(self, num_bytes: int) -> None:
         """Record the size of a step's batch."""
@@ -179,27 +193,30 @@ class Knowledge:
         trace = replace(trace, changes=((began, use.gradient_bytes + use.older_bytes()), *trace.changes))
         # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
         size = min(use.batch_bytes, step.later_bytes or use.batch_bytes)
+        equal, largest = use.as_equal_pieces(size), use.as_equal_pieces(use.batch_bytes)
         gradients = self._first.attribution.gradients if self.seen else None
         seen = LiveTrace(
             plan=plan,
             calls=trace.calls,
             attribution=attribute(trace, recomputed_units(plan), gradients, silent_units(plan)),
-            batch_bytes=size,
+            batch_bytes=equal,
             traced_bytes=size,
             static_bytes=use.static_bytes,
             seconds=seconds,
         )
         level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
         needed = step.batch_bytes + max(level, 0)
-        self.latest_peak, self._peaks[plan] = use.static_bytes + needed, (needed, use.batch_bytes)
+        self.latest_peak = use.static_bytes + needed
         if use.expected is not None:
             self._score(use.expected, plan, max(step.batch_bytes, use.batch_bytes))
         former_law = self.growth.within, self.growth.beyond
-        if not self._is_densest(plan, level / max(use.batch_bytes, 1), signature):
+        belongs = self._is_densest(plan, level / max(largest, 1), signature)
+        self._peaks[plan] = needed, largest, use.batch_bytes
+        if not belongs:
             return False
-        self.growth.note(plan, use.batch_bytes, seen.attribution)
+        self.growth.note(plan, largest, seen.attribution)
         former = self.seen.get(plan)
-        if former is not None and former.batch_bytes > size:
+        if former is not None and former.batch_bytes > equal:
             # A smaller batch only shows how memory grows.
             return former_law != (self.growth.within, self.growth.beyond)
         self.seen[plan] = seen

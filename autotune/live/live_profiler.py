@@ -164,6 +164,23 @@ class LiveProfiler:
         """
         self._use = Shadowing(plan, [plan.changed(accumulation_steps=2 * plan.accumulation_steps)])
 
+    def try_unseen(self, planned: Plan, ahead: StepAhead, budget_bytes: int | None) -> Plan | None:
+        """Trace the next step under a plan that is not known yet, if its batch is small enough for one.
+
+        Args:
+            planned: The plan that it runs under otherwise.
+            ahead: The step.
+            budget_bytes: The current memory budget; ``None`` for none.
+
+        Returns:
+            The plan that it runs under; ``None`` to run it as planned.
+        """
+        if self._use is not None or not self.complete or _profiler_runs():
+            return None
+        self._lessons.ahead, self._lessons.budget_bytes = ahead, budget_bytes
+        self._use = self._lessons.late_plan(planned) if self.knowledge.plans_with(ahead.signature) else None
+        return None if self._use is None else self._use.plan
+
     def also_watch(self, plan: Plan, ahead: StepAhead) -> None:
         """Trace the next step if its batch is larger than the traced ones, or if none was traced for a long time.
 
@@ -180,7 +197,8 @@ class LiveProfiler:
         if not known.plans_with(ahead.signature):
             return
         self._until_trace -= 1
-        size, traced = ahead.batch_bytes, known.traced_bytes(plan, profile.tables[0].batch_bytes)
+        factor = self._attached.unevenness(ahead.samples, plan.accumulation_steps)
+        size, traced = round(ahead.batch_bytes * factor), known.traced_bytes(plan, profile.tables[0].batch_bytes)
         if known.traces < TRACES + _RETRACES and (size > _LARGER * traced or self.growth.told_by(plan, size)):
             self._use = self._lessons.tracing(plan)
         elif self._lessons.saves_memory and self._until_trace <= 0:

@@ -132,21 +132,23 @@ class Profiled:
         """Return whether a plan is predicted to need at most ``room`` bytes with a batch of ``size`` bytes."""
         return self.placements.peak_bytes(plan, self.share(size)) <= room
 
-    def place(self, length: float, room: float, *, follows: bool) -> Placed:
+    def place(self, length: float, room: float, *, follows: bool, samples: int = 0) -> Placed:
         """Return the plan for a batch: the decided one, or the fastest plan that may replace it.
 
         Args:
             length: The batch's size relative to the profiled batch.
             room: Bytes that the plan may be predicted to need.
             follows: Whether to replace the decided storage where another one is faster.
+            samples: The batch's samples, which k cuts as equally as it can; 0 if they are not known.
         """
         # A plan without known replacements is kept.
         stays = self._rows is None or not follows
-        if stays and self.placements.peak_bytes(self.decided, length) <= room:
+        if stays and self.placements.peak_bytes(self.decided, length, samples) <= room:
             return Placed(self.decided)
-        found = None if self._rows is None else self.placements.fastest(room, length, self._rows)
-        found = found or self.placements.fastest(room, length)
+        fastest = self.placements.fastest
+        found = None if self._rows is None else fastest(room, length, self._rows, samples=samples)
+        found = found or fastest(room, length, samples=samples)
         if found is not None:
             return Placed(found)
         leanest = self.placements.leanest()
-        return Placed(leanest, self.placements.peak_bytes(leanest, length))
+        return Placed(leanest, self.placements.peak_bytes(leanest, length, samples))

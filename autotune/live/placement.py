@@ -16,6 +16,7 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, ProfileError
+from autotune.mechanics.stepping import unevenness
 from autotune.plan import Plan
 from autotune.profiling.memory_scaling import grown
 
@@ -60,6 +61,8 @@ class Placements:
         k, choices = k[order], choices[order]
         self.plans = [self._arrays.decode(0, int(one), row) for one, row in zip(k, choices, strict=True)]
         self.seconds: NDArray[np.float64] = seconds[order]
+        self._k = np.array([plan.accumulation_steps for plan in self.plans], dtype=np.int64)
+        self._all = np.arange(len(k))
         self._recomputed: NDArray[np.int64] = recomputed[order]
         self._peaks: NDArray[np.float64] = pool.peaks[0][there][order] + _states(self._recomputed)
         # Precisions stay between decisions, and so does k where it sets the samples of a step.
@@ -70,7 +73,7 @@ class Placements:
         self._known: dict[Plan, NDArray[np.float64]] = {}
         self._seconds: dict[Plan, float] = {}
         # The last query and its result: with batches of one size, the query is the same at each step.
-        self._asked: tuple[float, float, NDArray[np.int64] | None] = (0.0, 0.0, None)
+        self._asked: tuple[tuple[float, float, int], NDArray[np.int64] | None] = ((0.0, 0.0, 0), None)
         self._answer: Plan | None = None
 
     def group(self, plan: Plan) -> NDArray[np.int64] | None:
@@ -87,29 +90,44 @@ class Placements:
     def _group_of(self, k: int, choices: NDArray[np.int64]) -> tuple[int, ...]:
         return (k if self.profile.batching == "adaptive" else 0, *self._arrays.numbering.precision(choices).tolist())
 
-    def fastest(self, usable_bytes: float, length: float, rows: NDArray[np.int64] | None = None) -> Plan | None:
+    def fastest(
+        self, usable_bytes: float, length: float, rows: NDArray[np.int64] | None = None, *, samples: int = 0
+    ) -> Plan | None:
         """Return the fastest plan whose predicted peak fits; ``None`` if there is none.
 
         Args:
             usable_bytes: bytes that plans may use, after the safety margin.
             length: the batch's size relative to the profiled batch.
             rows: indices of the plans to choose from, from :meth:`group`; ``None`` for all plans.
+            samples: the batch's samples, which k cuts as equally as it can; 0 if they are not known.
         """
-        room, size, group = self._asked
-        if (usable_bytes, length) != (room, size) or rows is not group:
-            self._asked = usable_bytes, length, rows
-            self._answer = self._fastest(usable_bytes, length, rows)
+        asked, group = (usable_bytes, length, samples), self._asked[1]
+        if asked != self._asked[0] or rows is not group:
+            self._asked = asked, rows
+            self._answer = self._fastest(usable_bytes, length, self._all if rows is None else rows, samples)
         return self._answer
 
-    def _fastest(self, usable_bytes: float, length: float, rows: NDArray[np.int64] | None) -> Plan | None:
-        fits = self._at(self._peaks if rows is None else self._peaks[rows], length) <= usable_bytes
-        if not fits.any():
-            return None
-        place = int(fits.argmax())
-        return self.plans[place if rows is None else int(rows[place])]
+    def _fastest(self, usable_bytes: float, length: float, rows: NDArray[np.int64], samples: int) -> Plan | None:
+        # Pieces of the same k are equally unequal.
+        for_k = {int(k): length * self._unevenness(samples, int(k)) for k in np.unique(self._k[rows])}
+        fits = np.zeros(len(rows), dtype=bool)
+        for k, size in for_k.items():
+            of_k = self._k[rows] == k
+            fits[of_k] = self._at(self._peaks[rows[of_k]], size) <= usable_bytes
+        return self.plans[int(rows[fits.argmax()])] if fits.any() else None
 
-    def peak_bytes(self, plan: Plan, length: float) -> float:
-        """Return a plan's predicted peak at a batch size; infinite if the profile cannot predict it."""
+    def _unevenness(self, samples: int, k: int) -> float:
+        return unevenness(samples, k) if self.profile.space.k_splits else 1.0
+
+    def peak_bytes(self, plan: Plan, length: float, samples: int = 0) -> float:
+        """Return a plan's predicted peak at a batch size; infinite if the profile cannot predict it.
+
+        Args:
+            plan: the plan.
+            length: the batch's size relative to the profiled batch.
+            samples: as for :meth:`fastest`.
+        """
+        length *= self._unevenness(samples, plan.accumulation_steps)
         peaks = self._known.get(plan)
         if peaks is None:
             peaks = self._known[plan] = self._peaks_of(plan)
@@ -125,6 +143,10 @@ class Placements:
         one = Plans(np.zeros(1, dtype=np.int64), np.array([k]), choices[None])
         recomputed = self._arrays.numbering.recomputes(one.choices).sum(axis=1)
         return np.asarray(self._arrays.peaks_by_length(one, LENGTHS) + _states(recomputed))
+
+    def reaches(self, length: float) -> bool:
+        """Return whether peaks are predicted at a batch size: at eight times the profiled size, none is."""
+        return bool(grown(length, self.square_share) < LENGTHS[-1])
 
     def with_known_storages(self, plan: Plan) -> Plan:
         """Return a plan with the leanest storage for units in which its own was not seen."""
@@ -158,15 +180,17 @@ class Placements:
         return self._seconds[plan]
 
     def leanest(self) -> Plan:
-        """Return the plan with the smallest predicted peak; among nearly equal ones, the one that recomputes most."""
-        peaks = self._at(self._peaks, 1.0)
+        """Return the plan with the smallest predicted peak; among nearly equal ones, the one that recomputes most.
+
+        It is that of the largest batch whose peaks are predicted, where plans differ most.
+        """
+        peaks = self._peaks[:, -1]
         close = peaks <= (1 + _AS_GOOD_AS_EQUAL) * peaks.min()
         return self.plans[int(np.where(close, self._recomputed, -1).argmax())]
 
     def _at(self, peaks: NDArray[np.float64], length: float) -> NDArray[np.float64]:
         size = grown(length, self.square_share)
-        if size >= LENGTHS[-1]:
-            # At eight times the profiled size, nothing can be predicted.
+        if not self.reaches(length):
             return np.full(len(peaks), np.inf)
         place = max(int(np.searchsorted(LENGTHS, size, side="right")) - 1, 0)
         if size < LENGTHS[0]:

@@ -133,6 +133,7 @@ class Tracing(Timing):
     Attributes:
         tracer: The trace.
         batch_bytes: Bytes of the step's batch, or of the first that the caller accumulates.
+        samples: Samples in that batch.
         expected: The peak that was predicted for the step; ``None`` if none was.
         gradient_bytes: Bytes of the gradients that were alive when the step began.
         static_bytes: Bytes of the model, the optimizer's state and everything else that stays.
@@ -142,14 +143,22 @@ class Tracing(Timing):
         attached: The run.
         names: The names of the units.
         batch_bytes: As the attribute.
+        samples: As the attribute.
         expected: As the attribute.
     """
 
     def __init__(
-        self, plan: Plan, attached: Attached, names: Iterable[str], batch_bytes: int, expected: Expected | None = None
+        self,
+        plan: Plan,
+        attached: Attached,
+        names: Iterable[str],
+        batch_bytes: int,
+        samples: int,
+        expected: Expected | None = None,
     ) -> None:
         super().__init__(plan, attached, names)
         self.batch_bytes = batch_bytes
+        self.samples = samples
         self.expected = expected
         self.tracer: StepTracer | None = None
         self.gradient_bytes = 0
@@ -183,6 +192,14 @@ class Tracing(Timing):
         self.tracer = StepTracer(run.model, self._names, run.device)
         self.watch = self.tracer.watch
         self._hooks.enter_context(self.tracer.tracing())
+
+    def as_equal_pieces(self, num_bytes: int) -> int:
+        """Return the bytes of a batch whose equal pieces are as large as the largest piece of this step's batch.
+
+        Args:
+            num_bytes: Bytes of this step's batch.
+        """
+        return round(num_bytes * self._attached.unevenness(self.samples, self.plan.accumulation_steps))
 
     def older_bytes(self) -> int:
         """Return bytes that were alive before the step and freed in it, other than the model's and the optimizer's.

@@ -74,6 +74,16 @@ def split(batch: Any, pieces: int, whole: Collection[int] = ()) -> list[Any]:
     return [piece(index) for index in range(pieces)]
 
 
+def unevenness(samples: int, pieces: int) -> float:
+    """Return the size of the largest piece of a batch over that of an equal share: 16/9 for 9 samples in 8 pieces.
+
+    Args:
+        samples: samples in the batch; 0 if they are not known, which counts as equal pieces.
+        pieces: how many pieces it is cut into, at least 1.
+    """
+    return -(-samples // pieces) * pieces / samples if samples else 1.0
+
+
 class WholeTensors:
     """Record of a run's tensors whose first dimension is not their batch's number of samples.
 

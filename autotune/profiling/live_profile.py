@@ -10,6 +10,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from scipy.optimize import nnls
+
 from autotune.cost_model.profile import Calibration, Profile
 from autotune.cost_model.time_model import summed_seconds
 from autotune.errors import ProfileError
@@ -17,6 +20,9 @@ from autotune.mechanics.step_trace import Phase
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.profile_assembly import assemble
 from autotune.profiling.step_record import StepRecord, StepsAtK, TimedStep, TracedStep, common_precision
+
+# The largest micro-batch over the smallest from which steps tell how their time depends on it.
+_TELLING = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,10 @@ def live_profile(
     else:
         everywhere = [*traces, *_of_more_batches(traces, space.accumulation_choices)]
     size = max(trace.batch_bytes for trace in everywhere)
-    watched = [*timed, *map(_timed_while_traced, traces)]
+    while_traced = [_timed_while_traced(trace) for trace in traces]
+    if space.k_splits:
+        timed, while_traced = _with_batch_of(size, timed, while_traced), _with_batch_of(size, while_traced, timed)
+    watched = [*timed, *while_traced]
     record = StepRecord(
         job=job,
         device=device,
@@ -140,6 +149,47 @@ def _at_size(trace: LiveTrace, batch_bytes: int, growth: float) -> LiveTrace:
 
 def _timed_while_traced(trace: LiveTrace) -> TimedStep:
     return TimedStep(plan=trace.plan, batch_bytes=trace.traced_bytes, seconds=trace.seconds, traced=True)
+
+
+def _with_batch_of(size: int, steps: Sequence[TimedStep], others: Sequence[TimedStep]) -> list[TimedStep]:
+    """Return timed steps as they would be with a batch of another size, which k cuts.
+
+    The passes of a step take a time for each micro-batch and a time for each byte: k*a + b*bytes. Where launching
+    operations is what takes time, a small batch takes nearly as long as a large one. The update takes the same time.
+
+    Args:
+        size: bytes of the batch.
+        steps: the timed steps.
+        others: further timed steps, which show a and b where these do not.
+    """
+    a, b = _pass_law(steps) or _pass_law(others) or (0.0, 1.0)
+
+    def scaled(step: TimedStep) -> TimedStep:
+        k, own = step.plan.accumulation_steps, step.batch_bytes
+        factor = (a * k + b * size) / (a * k + b * own)
+        seconds = {key: value * (1.0 if key[0] == "update" else factor) for key, value in step.seconds.items()}
+        return replace(step, batch_bytes=size, seconds=seconds)
+
+    return list(map(scaled, steps))
+
+
+def _pass_law(steps: Sequence[TimedStep]) -> tuple[float, float] | None:
+    """Return the seconds of a micro-batch and of a byte that explain steps best; ``None`` if they do not tell.
+
+    Their relative errors are least in the sense of squares, and neither is negative. Plans that recompute differ by
+    some tenths, which is little beside the ratio of sizes that is to be explained.
+    """
+    passes = [sum(value for key, value in step.seconds.items() if key[0] != "update") for step in steps]
+    rows = [
+        (step.plan.accumulation_steps / seconds, step.batch_bytes / seconds)
+        for step, seconds in zip(steps, passes, strict=True)
+        if seconds > 0
+    ]
+    sizes = [step.batch_bytes / step.plan.accumulation_steps for step in steps]
+    if not rows or max(sizes) < _TELLING * min(sizes):
+        return None
+    found, _ = nnls(np.array(rows), np.ones(len(rows)))
+    return (float(found[0]), float(found[1])) if found.any() else None
 
 
 def _timed_at(steps: Sequence[TimedStep], k: int, space: PlanSpace) -> list[TimedStep]:

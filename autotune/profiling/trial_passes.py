@@ -133,7 +133,7 @@ def precision_lock(exact: Outcome, rounded: Outcome) -> str | None:
 def _sampled(gradient: torch.Tensor) -> torch.Tensor:
     flat = gradient.detach().reshape(-1)
     # On the host, to leave the device's memory to the passes.
-    return flat[:: max(-(-flat.numel() // _COMPARED), 1)].cpu().double()
+    return flat[:: max(-(-flat.numel() // _COMPARED), 1)].cpu().clone()
 
 
 def _difference(one: Outcome, two: Outcome) -> float | None:
@@ -143,5 +143,10 @@ def _difference(one: Outcome, two: Outcome) -> float | None:
     pairs = [(a, b) for a, b in zip(one.gradients, two.gradients, strict=True) if a is not None and b is not None]
     if not pairs:
         return None
-    size = sum(float(a.square().sum()) for a, _ in pairs)
-    return float((sum(float((a - b).square().sum()) for a, b in pairs) / max(size, 1e-300)) ** 0.5)
+    size = sum(_squared(a) for a, _ in pairs)
+    return float((sum(_squared(a.double() - b) for a, b in pairs) / max(size, 1e-300)) ** 0.5)
+
+
+def _squared(gradient: torch.Tensor) -> float:
+    """Return the square of a gradient's 2-norm."""
+    return float(gradient.double().square().sum())
