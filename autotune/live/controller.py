@@ -429,7 +429,7 @@ class Pilot:
             plan = profiler.look_at(ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
             plan = self.phase.baseline
-        elif self._may_explore and (unseen := profiler.try_unseen(plan, ahead, self._budget.latest)) is not None:
+        elif (unseen := self._unseen(plan, ahead)) is not None:
             plan = unseen
         elif self._cut_trials.due(plan, self.phase.space):
             profiler.try_again(plan)
@@ -439,18 +439,18 @@ class Pilot:
 
     def _is_news(self, signature: Signature, length: float) -> bool:
         """Return whether plans must fit a budget, and no step like this one, or nearly as large, was traced."""
-        if not self._may_explore or self.placements is None or not self._profiler.complete:
+        # The budget also holds while no policy is trusted after a trip.
+        acts = self.attached.stage is Stage.ACT and not self.breaker.open and not self._agreement.many
+        if not acts or self._budget.latest is None or self.placements is None or not self._profiler.complete:
             return False
         return not self._profiler.knowledge.knows(signature) or not self.placements.reaches(length)
 
-    @property
-    def _may_explore(self) -> bool:
-        """Whether a step may run under another plan than the decided one, within the budget, to learn from it.
-
-        The budget also holds while no policy is trusted after a trip.
-        """
-        acts = self.attached.stage is Stage.ACT and isinstance(self.phase, Profiled) and not self.breaker.open
-        return acts and self._budget.latest is not None and not self._agreement.many
+    def _unseen(self, plan: Plan, ahead: StepAhead) -> Plan | None:
+        """Return a plan to learn from, in place of the one that the step is to run under; ``None`` to keep that."""
+        budget = self._budget.latest
+        if budget is None or not self.acting or self._agreement.many:
+            return None
+        return self._profiler.try_unseen(plan, ahead, budget)
 
     def _placed_plan(self, length: float, room: float, samples: int) -> Plan:
         """Return the plan for a batch: the decided one, with the storage that fits the batch and the budget best."""

@@ -35,8 +35,9 @@ _MORE_CUTS = 2
 _MUCH_LARGER = 2
 # Steps to wait for a batch that can be cut.
 _CUT_WAITS = 8
-# Plans that are traced once a batch comes that shows them, after the profile was made.
-_LATE_PLANS = 12
+# Plans that are traced once a batch comes that shows them, after the profile was made; and the most steps from one that
+# was looked at in vain to the next: looking takes up to a millisecond.
+_LATE_PLANS, _LATE_EVERY = 12, 32
 # Steps to wait for one with the profiled shape.
 _WAITS = 32
 
@@ -61,7 +62,8 @@ class Lessons:
         self._probes = probes
         self._knowledge = knowledge
         self._acts = attached.stage is Stage.ACT
-        self._new_shapes = self._late_plans = 0
+        self._new_shapes = self._late_plans = self._until_late = 0
+        self._late_every = 1
         self._likeliest: Placements | None = None
         self.ahead = StepAhead(batch_bytes=0, largest_bytes=0, samples=0, signature=Signature((), (0, 0)))
         self.budget_bytes: int | None = None
@@ -184,12 +186,14 @@ class Lessons:
         Args:
             planned: The plan that the step is to run under. It is traced if few plans of its k that save were.
         """
-        if not self.saves_memory or self._late_plans == _LATE_PLANS:
+        self._until_late -= 1
+        if not self.saves_memory or self._late_plans == _LATE_PLANS or self._until_late > 0:
             return None
         plan = next(self._unseen(), planned)
         if plan is planned and (plan in self._knowledge.seen or self._knows_saving_at(plan.accumulation_steps)):
+            self._until_late = self._late_every = min(2 * self._late_every, _LATE_EVERY)
             return None
-        self._late_plans += 1
+        self._late_plans, self._late_every = self._late_plans + 1, 1
         return self.tracing(plan)
 
     def _knows_saving_at(self, k: int) -> bool:
