@@ -552,3 +552,24 @@ def test_ranks_have_the_default_storages() -> None:
     ranks: Any = SimpleNamespace(many=True, largest=list)
     assert _agreed(space, locks, ranks).storages == DEFAULT_STORAGES
     assert locks.keys() == {str(storage) for storage in space.storages} - set(DEFAULT_STORAGES)
+
+
+@pytest.mark.parametrize("samples", [5, 7, 8, 16, 30])
+def test_trials_cut_no_batch_into_smaller_pieces_than_plans_do(samples: int) -> None:
+    """A loss may be undefined for one sample: of a batch that plans cut in pieces of two, no trial sees less."""
+    seeded()
+    model = plain_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    tuner = autotune.attach(model, optimizer, "exact", mode="rounding", memory_budget_bytes=10**9, runs_dir=None)
+    sizes = []
+    for _ in range(6):
+        sizes.append([0])
+        for micro in tuner.micro_batches(torch.randint(0, 11, (samples, 12))):
+            sizes[-1].append(len(micro) if tuner.probing else 0)
+            tuner.backward(gpt_loss(model, micro))
+        tuner.step()
+    tried = [size for step in sizes for size in step if size]
+    largest_k = max(k for k in (1, 2, 4, 8) if k <= samples)
+    assert min(tried) == samples // largest_k
+    # After the first trial, no whole batch is needed.
+    assert max(max(step) for step in sizes[2:]) < samples

@@ -124,8 +124,7 @@ class Lessons:
                 yield Use(self.first_plan)
                 continue
             # Once batches may be cut, the whole one is not needed: under a budget it may not fit.
-            smallest = max(k for k in self._ks if k < self.ahead.samples)
-            k = smallest if tried and self.saves_memory else self._ks[0]
+            k = self._finest_cut if tried and self.saves_memory else self._ks[0]
             left, tried = left - 1, True
             reference = self.first_plan.changed(accumulation_steps=k)
             yield Shadowing(reference, [reference.changed(accumulation_steps=2 * k)])
@@ -241,6 +240,12 @@ class Lessons:
     def _cuts(self) -> bool:
         """Whether k cuts batches, and the next one can be cut."""
         return self._allowed.space.k_splits and len(self._ks) > 1
+
+    @property
+    def _finest_cut(self) -> int:
+        """The largest k whose pieces can be cut in two, without pieces smaller than those of plans."""
+        samples, least = self.ahead.samples, self.ahead.samples // self._ks[-1]
+        return max(k for k in self._ks if k < samples and max(samples // (2 * k), 1) >= least)
 
     def _others(self, plan: Plan) -> list[Plan]:
         """Return the plans whose gradients are to be compared with a plan's."""
