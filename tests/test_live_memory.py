@@ -595,3 +595,33 @@ def test_traces_after_the_run_has_changed_do_not_let_a_plan_run_whose_peak_is_un
     shapes = [(8, 24)] * 40 + [(16, 48), (1, 48), (3, 48), (16, 40)] + [(16, 48)] * 12
     steps, budget, _ = cut_run(shapes, 0.35)
     assert not over(steps[2:], budget)
+
+
+def test_batches_that_the_loop_accumulates_are_not_taken_for_cut_ones() -> None:
+    """Seven samples are not cut in four pieces where the loop accumulates four batches: eight need more than them."""
+    seeded()
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
+    low, high = needs()
+    budget, peaks, predicted = (low + high) // 2, [], []
+    tuner = autotune.attach(
+        trained, optimizer, accumulation_steps=4, memory_budget_bytes=budget, limits=RESTLESS, runs_dir=None
+    )
+    pilot: Any = tuner._pilot
+    for number in range(48):
+        texts = [torch.randint(0, 11, (7 if number < 24 else 8, LONG)) for _ in range(4)]
+        meter = MemoryMeter(CPU)
+        with contextlib.ExitStack() as stack:
+            for text in texts:
+                for micro in tuner.micro_batches(text):
+                    if text is texts[0] and not isinstance(pilot._profiler._use, Tracing):
+                        stack.enter_context(meter.metering(resident_tensors(trained, optimizer, [text])))
+                    tuner.backward(gpt_loss(trained, micro) / 4)
+            tuner.step()
+        predicted.append(tuner.status["predicted_peak_bytes"] or 0)
+        peaks.append(meter.peak_bytes or tuner.status["measured_peak_bytes"])
+    assert tuner.status["acting"], tuner.locks["profile"]
+    assert any(storage is Storage.SAVE for name, storage in tuner.plan.storage.items() if name.startswith("blocks"))
+    tuner.detach()
+    assert max(peaks[2:]) <= budget
+    assert all(told >= 0.99 * peak for told, peak in zip(predicted[24:], peaks[24:], strict=True))

@@ -58,15 +58,6 @@ class Attached:
     spread: bool = False
     bucket_bytes: int = 0
 
-    def unevenness(self, samples: int, k: int) -> float:
-        """Return how much larger the largest micro-batch of a batch is than an equal one; 1 where k cuts no batches.
-
-        Args:
-            samples: samples in the batch; 0 if they are not known.
-            k: the accumulation steps of a plan.
-        """
-        return unevenness(samples, k) if self.space.k_splits else 1.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAhead:
@@ -76,13 +67,23 @@ class StepAhead:
         batch_bytes: Bytes of its batch, or of the first batch that the caller accumulates.
         largest_bytes: Bytes of the largest batch that is expected in the step.
         samples: Number of samples in its batch.
+        cut_samples: The same where k cuts them, as equally as it can; 0 where it cuts none, or ranks cut other batches.
         signature: What its memory depends on besides bytes.
     """
 
     batch_bytes: int
     largest_bytes: int
     samples: int
+    cut_samples: int
     signature: Signature
+
+    def bytes_under(self, k: int) -> int:
+        """Return the bytes of a batch whose equal pieces are as large as the largest piece of this step's batch.
+
+        Args:
+            k: The accumulation steps of the step's plan.
+        """
+        return round(self.batch_bytes * unevenness(self.cut_samples, k))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

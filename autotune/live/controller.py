@@ -36,6 +36,7 @@ from autotune.mechanics import controls
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.step_trace import Phase
+from autotune.mechanics.stepping import unevenness
 from autotune.plan import Plan, Storage
 from autotune.profiling.own_time import OwnTime
 from autotune.profiling.step_peaks import StepPeaks
@@ -216,7 +217,7 @@ class Pilot:
         every = self.attached.limits.statistics_every
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, ahead.largest_bytes) if sampled else plan)
-        self._size = round(ahead.largest_bytes * self.attached.unevenness(ahead.samples, self.plan.accumulation_steps))
+        self._size = round(ahead.largest_bytes * unevenness(ahead.cut_samples, self.plan.accumulation_steps))
         self._calls.begin_step()
         self._profiler.begin()
         # A peak says nothing about its plan if no plan fits the step, or if the step is watched.
@@ -421,8 +422,7 @@ class Pilot:
         profiler, size = self._profiler, ahead.largest_bytes
         if profiler.complete and profiler.profile is not self._taken and not self._agreement.many:
             self._take_profile()
-        # Ranks must agree on a plan, and do not know each other's samples.
-        plan = self._placed_plan(length, room, 0 if self._agreement.many else ahead.samples)
+        plan = self._placed_plan(length, room, ahead.cut_samples)
         if lesson is not None:
             plan = lesson if isinstance(self.phase, Unprofiled) else plan.changed(storage=lesson.storage)
         elif self._is_news(ahead.signature, length):

@@ -65,7 +65,9 @@ class Lessons:
         self._new_shapes = self._late_plans = self._until_late = 0
         self._late_every = 1
         self._likeliest: Placements | None = None
-        self.ahead = StepAhead(batch_bytes=0, largest_bytes=0, samples=0, signature=Signature((), (0, 0)))
+        self.ahead = StepAhead(
+            batch_bytes=0, largest_bytes=0, samples=0, cut_samples=0, signature=Signature((), (0, 0))
+        )
         self.budget_bytes: int | None = None
 
     @property
@@ -208,7 +210,7 @@ class Lessons:
             expected: The peak that is predicted for it; ``None`` for none.
         """
         names = [unit.name for unit in self._allowed.space.units]
-        return Tracing(plan, self._attached, names, self.ahead.batch_bytes, self.ahead.samples, expected)
+        return Tracing(plan, self._attached, names, self.ahead, expected)
 
     def timing(self, plan: Plan) -> Use:
         """Return a timed step under a plan."""
@@ -279,7 +281,7 @@ class Lessons:
         space, known, room = self._allowed.space, self._knowledge, usable(self.budget_bytes)
         ks = (self._ks[::-1] if self.saves_memory else self._ks[:1]) if space.k_splits else self._ks[:2]
         for plan in (self._allowed.plan(k, p, lean=self.saves_memory) for p in space.precisions for k in ks):
-            shown = _MUCH_LARGER * known.traced_bytes(plan, 0) >= self._bytes(plan)
+            shown = _MUCH_LARGER * known.traced_bytes(plan, 0) >= self.ahead.bytes_under(plan.accumulation_steps)
             if not shown and known.expected_peak(plan, space, self._ks, self.ahead) <= room:
                 yield plan
 
@@ -299,7 +301,7 @@ class Lessons:
             return None
         length = self._length(placements)
         room = usable(self.budget_bytes) - placements.alive_bytes(length)
-        like = placements.fastest(room, length, placements.group(self._allowed.leanest), samples=self.ahead.samples)
+        like = placements.fastest(room, length, placements.group(self._allowed.leanest), samples=self.ahead.cut_samples)
         if like is None:
             return None
         known = {pair for plan in self._knowledge.seen for pair in plan.storage.items()}
@@ -323,13 +325,13 @@ class Lessons:
         if placements is None:
             return None
         length = self._length(placements)
-        found = placements.fastest(usable(self.budget_bytes), length, samples=self.ahead.samples)
+        found = placements.fastest(usable(self.budget_bytes), length, samples=self.ahead.cut_samples)
         if found is None or (found in seen and not short):
             return None
         expected = Expected(
             plan=found,
             largest_bytes=self.ahead.largest_bytes,
-            peak_bytes=placements.peak_bytes(found, length, self.ahead.samples),
+            peak_bytes=placements.peak_bytes(found, length, self.ahead.cut_samples),
             static_bytes=placements.profile.static_bytes,
         )
         return self.tracing(found, expected)
@@ -360,15 +362,11 @@ class Lessons:
         ks = self._ks if self._allowed.space.k_splits else self._ks[:1]
         plans = [self._allowed.plan(k, precision, lean=self.saves_memory) for k in ks]
         room, peak_of = usable(self.budget_bytes), self._knowledge.peak_of
-        return next(
-            (plan for plan in plans if (peak := peak_of(plan, self._bytes(plan))) is not None and peak <= room),
-            plans[0],
-        )
-
-    def _bytes(self, plan: Plan) -> int:
-        """Return the bytes of the next batch, as of equal pieces, under a plan."""
-        factor = self._attached.unevenness(self.ahead.samples, plan.accumulation_steps)
-        return round(self.ahead.batch_bytes * factor)
+        for plan in plans:
+            peak = peak_of(plan, self.ahead.bytes_under(plan.accumulation_steps))
+            if peak is not None and peak <= room:
+                return plan
+        return plans[0]
 
     def _likely(self, like: Plan) -> Plan:
         """Return a plan with the storage that the next batch would most likely get; unchanged if that is unknown."""
@@ -376,9 +374,10 @@ class Lessons:
         if placements is None:
             return like
         length, room = self._length(placements), usable(self.budget_bytes)
-        found = placements.fastest(room, length, placements.group(self._allowed.leanest), samples=self.ahead.samples)
+        rows, samples = placements.group(self._allowed.leanest), self.ahead.cut_samples
+        found = placements.fastest(room, length, rows, samples=samples)
         plan = like if found is None else like.changed(storage=found.storage)
-        return plan if placements.peak_bytes(plan, length, self.ahead.samples) <= room else like
+        return plan if placements.peak_bytes(plan, length, samples) <= room else like
 
     def _placements(self) -> Placements | None:
         """Return the plans of a profile of all steps seen so far; ``None`` if no step was traced."""

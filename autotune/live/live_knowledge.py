@@ -15,6 +15,7 @@ from autotune.live.prediction_scores import Expected, Score
 from autotune.live.step_uses import Tracing
 from autotune.mechanics import devices
 from autotune.mechanics.step_trace import Phase, StepTrace
+from autotune.mechanics.stepping import unevenness
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.attribution import attribute
 from autotune.profiling.live_profile import LiveTrace, live_profile
@@ -141,10 +142,10 @@ class Knowledge:
         if len(ks) == 1 or not space.k_splits:
             return 0.0
         own, large = dict.fromkeys((unit.name for unit in space.units), space.precisions[0]), ks[-1]
-        pieces = {k: self._attached.unevenness(ahead.samples, k) / k for k in ks}
+        pieces = {k: unevenness(ahead.cut_samples, k) / k for k in ks}
 
         def needed_at(k: int, like: Plan) -> float | None:
-            peak = self.peak_of(like.changed(accumulation_steps=k), round(ahead.batch_bytes * pieces[k] * k))
+            peak = self.peak_of(like.changed(accumulation_steps=k), ahead.bytes_under(k))
             return None if peak is None else peak - self._static
 
         alike = {k: plan.changed(accumulation_steps=k, precision=own) for k in ks}

@@ -197,8 +197,8 @@ class LiveProfiler:
         if not known.plans_with(ahead.signature):
             return
         self._until_trace -= 1
-        factor = self._attached.unevenness(ahead.samples, plan.accumulation_steps)
-        size, traced = round(ahead.batch_bytes * factor), known.traced_bytes(plan, profile.tables[0].batch_bytes)
+        size = ahead.bytes_under(plan.accumulation_steps)
+        traced = known.traced_bytes(plan, profile.tables[0].batch_bytes)
         if known.traces < TRACES + _RETRACES and (size > _LARGER * traced or self.growth.told_by(plan, size)):
             self._use = self._lessons.tracing(plan)
         elif self._lessons.saves_memory and self._until_trace <= 0:

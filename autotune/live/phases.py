@@ -139,7 +139,7 @@ class Profiled:
             length: The batch's size relative to the profiled batch.
             room: Bytes that the plan may be predicted to need.
             follows: Whether to replace the decided storage where another one is faster.
-            samples: The batch's samples, which k cuts as equally as it can; 0 if they are not known.
+            samples: The batch's samples, if k cuts them as equally as it can; 0 for equal pieces.
         """
         # A plan without known replacements is kept.
         stays = self._rows is None or not follows

@@ -99,7 +99,7 @@ class Placements:
             usable_bytes: bytes that plans may use, after the safety margin.
             length: the batch's size relative to the profiled batch.
             rows: indices of the plans to choose from, from :meth:`group`; ``None`` for all plans.
-            samples: the batch's samples, which k cuts as equally as it can; 0 if they are not known.
+            samples: the batch's samples, if k cuts them as equally as it can; 0 for equal pieces.
         """
         asked, group = (usable_bytes, length, samples), self._asked[1]
         if asked != self._asked[0] or rows is not group:
@@ -109,15 +109,12 @@ class Placements:
 
     def _fastest(self, usable_bytes: float, length: float, rows: NDArray[np.int64], samples: int) -> Plan | None:
         # Pieces of the same k are equally unequal.
-        for_k = {int(k): length * self._unevenness(samples, int(k)) for k in np.unique(self._k[rows])}
+        for_k = {int(k): length * unevenness(samples, int(k)) for k in np.unique(self._k[rows])}
         fits = np.zeros(len(rows), dtype=bool)
         for k, size in for_k.items():
             of_k = self._k[rows] == k
             fits[of_k] = self._at(self._peaks[rows[of_k]], size) <= usable_bytes
         return self.plans[int(rows[fits.argmax()])] if fits.any() else None
-
-    def _unevenness(self, samples: int, k: int) -> float:
-        return unevenness(samples, k) if self.profile.space.k_splits else 1.0
 
     def peak_bytes(self, plan: Plan, length: float, samples: int = 0) -> float:
         """Return a plan's predicted peak at a batch size; infinite if the profile cannot predict it.
@@ -127,7 +124,7 @@ class Placements:
             length: the batch's size relative to the profiled batch.
             samples: as for :meth:`fastest`.
         """
-        length *= self._unevenness(samples, plan.accumulation_steps)
+        length *= unevenness(samples, plan.accumulation_steps)
         peaks = self._known.get(plan)
         if peaks is None:
             peaks = self._known[plan] = self._peaks_of(plan)

@@ -12,11 +12,12 @@ from contextlib import ExitStack
 
 from torch import nn
 
-from autotune.live.attached import Attached
+from autotune.live.attached import Attached, StepAhead
 from autotune.live.prediction_scores import Expected
 from autotune.mechanics import devices
 from autotune.mechanics.memory_meter import resident_tensors, storages, tensor_bytes
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch
+from autotune.mechanics.stepping import unevenness
 from autotune.plan import Plan
 from autotune.profiling.recompute_probe import UnitProbe
 
@@ -133,7 +134,6 @@ class Tracing(Timing):
     Attributes:
         tracer: The trace.
         batch_bytes: Bytes of the step's batch, or of the first that the caller accumulates.
-        samples: Samples in that batch.
         expected: The peak that was predicted for the step; ``None`` if none was.
         gradient_bytes: Bytes of the gradients that were alive when the step began.
         static_bytes: Bytes of the model, the optimizer's state and everything else that stays.
@@ -142,8 +142,7 @@ class Tracing(Timing):
         plan: The plan.
         attached: The run.
         names: The names of the units.
-        batch_bytes: As the attribute.
-        samples: As the attribute.
+        ahead: The step.
         expected: As the attribute.
     """
 
@@ -152,13 +151,12 @@ class Tracing(Timing):
         plan: Plan,
         attached: Attached,
         names: Iterable[str],
-        batch_bytes: int,
-        samples: int,
+        ahead: StepAhead,
         expected: Expected | None = None,
     ) -> None:
         super().__init__(plan, attached, names)
-        self.batch_bytes = batch_bytes
-        self.samples = samples
+        self.batch_bytes = ahead.batch_bytes
+        self._cut_samples = ahead.cut_samples
         self.expected = expected
         self.tracer: StepTracer | None = None
         self.gradient_bytes = 0
@@ -199,7 +197,7 @@ class Tracing(Timing):
         Args:
             num_bytes: Bytes of this step's batch.
         """
-        return round(num_bytes * self._attached.unevenness(self.samples, self.plan.accumulation_steps))
+        return round(num_bytes * unevenness(self._cut_samples, self.plan.accumulation_steps))
 
     def older_bytes(self) -> int:
         """Return bytes that were alive before the step and freed in it, other than the model's and the optimizer's.

@@ -537,9 +537,15 @@ class LiveTuner:
         def prepare(pilot: Pilot) -> None:
             contents = running.first or contents_of(batch)
             signature = signature_of(contents.shapes, self._trained, self._facts.optimizer, pilot.calls)
-            pilot.before_step(
-                StepAhead(batch_bytes=running.size, largest_bytes=largest, samples=running.samples, signature=signature)
+            cuts = own == 1 and not self._facts.adaptive and not pilot.ranks.many
+            ahead = StepAhead(
+                batch_bytes=running.size,
+                largest_bytes=largest,
+                samples=running.samples,
+                cut_samples=running.samples if cuts else 0,
+                signature=signature,
             )
+            pilot.before_step(ahead)
 
         self._safely(prepare, since=running.began)
         running.own_s = time.perf_counter() - running.began

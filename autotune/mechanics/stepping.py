@@ -78,7 +78,7 @@ def unevenness(samples: int, pieces: int) -> float:
     """Return the size of the largest piece of a batch over that of an equal share: 16/9 for 9 samples in 8 pieces.
 
     Args:
-        samples: samples in the batch; 0 if they are not known, which counts as equal pieces.
+        samples: samples in the batch; 0 for equal pieces.
         pieces: how many pieces it is cut into, at least 1.
     """
     return -(-samples // pieces) * pieces / samples if samples else 1.0
