@@ -231,10 +231,12 @@ def test_no_plan_at_any_length_needs_more_than_predicted(
     draw = random.Random(seed)
     fastest = Placements.fastest
 
-    def any_that_fits(self: Placements, room: float, length: float, rows: Any = None) -> Plan | None:
+    def any_that_fits(
+        self: Placements, room: float, length: float, rows: Any = None, *, samples: int = 0
+    ) -> Plan | None:
         plans = self.plans if rows is None else [self.plans[int(row)] for row in rows]
-        fitting = [plan for plan in plans if self.peak_bytes(plan, length) <= room]
-        return draw.choice(fitting) if fitting else fastest(self, room, length, rows)
+        fitting = [plan for plan in plans if self.peak_bytes(plan, length, samples) <= room]
+        return draw.choice(fitting) if fitting else fastest(self, room, length, rows, samples=samples)
 
     monkeypatch.setattr(Placements, "fastest", any_that_fits)
     drawn = np.random.default_rng(100 + seed).uniform(low * 1.03, high * 1.05, 30).astype(int)

@@ -257,10 +257,14 @@ class Pilot:
         for name in self._agreement.locked_elsewhere(names, self._profiler.locks):
             self._profiler.lock(name, LOCKED_ELSEWHERE)
         k, reason = self.phase.space.accumulation_choices[0], self._profiler.locks.get("accumulation_steps")
-        if reason is not None and isinstance(self.phase, Profiled):
+        if reason is None:
+            return
+        if isinstance(self.phase, Profiled):
             logger.warning("step %d: batches are not cut any more: %s", self.step, reason)
             self.log.write("locked", self.step, what="accumulation_steps", reason=reason)
             self._narrow(self.phase, self.phase.decided.changed(accumulation_steps=k))
+        if self.plan.accumulation_steps != k:
+            # The step itself is not cut either.
             self._apply(self._profiler.leanest)
 
     def lock_shadows(self, reason: str) -> None:
