@@ -7,7 +7,9 @@ that makes a :class:`~autotune.agents.search.Search` from a :class:`~autotune.ag
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -137,13 +139,25 @@ def _random(context: SearchContext) -> Search:
     return RandomSearch(context.space, context.seed)
 
 
+def _load_optuna() -> None:
+    """Import Optuna in a thread of its own.
+
+    Optuna keeps the errors of its optional libraries that are missing. Their tracebacks keep the frames of whoever
+    imports it first, and so the engine of a tuning, with all its memory on the device.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(importlib.import_module, "optuna").result()
+
+
 def _optuna(context: SearchContext) -> Search:
+    _load_optuna()
     from autotune.agents.optuna_search import OptunaSearch
 
     return OptunaSearch(context.space, context.place, context.seed, context.first, ahead=context.ahead)
 
 
 def _optuna_prices(context: SearchContext) -> Search:
+    _load_optuna()
     from autotune.agents.optuna_search import OptunaPriceSearch
     from autotune.agents.priced_plans import PricedPlans
 

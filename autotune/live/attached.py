@@ -77,13 +77,14 @@ class StepAhead:
     cut_samples: int
     signature: Signature
 
-    def bytes_under(self, k: int) -> int:
+    def as_equal_pieces(self, num_bytes: int, k: int) -> int:
         """Return the bytes of a batch whose equal pieces are as large as the largest piece of this step's batch.
 
         Args:
+            num_bytes: Bytes of this step's batch, or of its largest one.
             k: The accumulation steps of the step's plan.
         """
-        return round(self.batch_bytes * unevenness(self.cut_samples, k))
+        return round(num_bytes * unevenness(self.cut_samples, k))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

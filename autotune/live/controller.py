@@ -36,7 +36,6 @@ from autotune.mechanics import controls
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.step_trace import Phase
-from autotune.mechanics.stepping import unevenness
 from autotune.plan import Plan, Storage
 from autotune.profiling.own_time import OwnTime
 from autotune.profiling.step_peaks import StepPeaks
@@ -217,7 +216,7 @@ class Pilot:
         every = self.attached.limits.statistics_every
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, ahead.largest_bytes) if sampled else plan)
-        self._size = round(ahead.largest_bytes * unevenness(ahead.cut_samples, self.plan.accumulation_steps))
+        self._size = ahead.as_equal_pieces(ahead.largest_bytes, self.plan.accumulation_steps)
         self._calls.begin_step()
         self._profiler.begin()
         # A peak says nothing about its plan if no plan fits the step, or if the step is watched.

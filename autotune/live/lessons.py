@@ -281,7 +281,9 @@ class Lessons:
         space, known, room = self._allowed.space, self._knowledge, usable(self.budget_bytes)
         ks = (self._ks[::-1] if self.saves_memory else self._ks[:1]) if space.k_splits else self._ks[:2]
         for plan in (self._allowed.plan(k, p, lean=self.saves_memory) for p in space.precisions for k in ks):
-            shown = _MUCH_LARGER * known.traced_bytes(plan, 0) >= self.ahead.bytes_under(plan.accumulation_steps)
+            shown = _MUCH_LARGER * known.traced_bytes(plan, 0) >= self.ahead.as_equal_pieces(
+                self.ahead.batch_bytes, plan.accumulation_steps
+            )
             if not shown and known.expected_peak(plan, space, self._ks, self.ahead) <= room:
                 yield plan
 
@@ -363,7 +365,7 @@ class Lessons:
         plans = [self._allowed.plan(k, precision, lean=self.saves_memory) for k in ks]
         room, peak_of = usable(self.budget_bytes), self._knowledge.peak_of
         for plan in plans:
-            peak = peak_of(plan, self.ahead.bytes_under(plan.accumulation_steps))
+            peak = peak_of(plan, self.ahead.as_equal_pieces(self.ahead.batch_bytes, plan.accumulation_steps))
             if peak is not None and peak <= room:
                 return plan
         return plans[0]

@@ -145,7 +145,7 @@ class Knowledge:
         pieces = {k: unevenness(ahead.cut_samples, k) / k for k in ks}
 
         def needed_at(k: int, like: Plan) -> float | None:
-            peak = self.peak_of(like.changed(accumulation_steps=k), ahead.bytes_under(k))
+            peak = self.peak_of(like.changed(accumulation_steps=k), ahead.as_equal_pieces(ahead.batch_bytes, k))
             return None if peak is None else peak - self._static
 
         alike = {k: plan.changed(accumulation_steps=k, precision=own) for k in ks}
@@ -193,8 +193,9 @@ class Knowledge:
         began = trace.times[0] - 1
         trace = replace(trace, changes=((began, use.gradient_bytes + use.older_bytes()), *trace.changes))
         # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
-        size = min(use.batch_bytes, step.later_bytes or use.batch_bytes)
-        equal, largest = use.as_equal_pieces(size), use.as_equal_pieces(use.batch_bytes)
+        whole, k = use.ahead.batch_bytes, plan.accumulation_steps
+        size = min(whole, step.later_bytes or whole)
+        equal, largest = use.ahead.as_equal_pieces(size, k), use.ahead.as_equal_pieces(whole, k)
         gradients = self._first.attribution.gradients if self.seen else None
         seen = LiveTrace(
             plan=plan,
@@ -209,10 +210,10 @@ class Knowledge:
         needed = step.batch_bytes + max(level, 0)
         self.latest_peak = use.static_bytes + needed
         if use.expected is not None:
-            self._score(use.expected, plan, max(step.batch_bytes, use.batch_bytes))
+            self._score(use.expected, plan, max(step.batch_bytes, whole))
         former_law = self.growth.within, self.growth.beyond
         belongs = self._is_densest(plan, level / max(largest, 1), signature)
-        self._peaks[plan] = needed, largest, use.batch_bytes
+        self._peaks[plan] = needed, largest, whole
         if not belongs:
             return False
         self.growth.note(plan, largest, seen.attribution)

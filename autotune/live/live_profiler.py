@@ -197,7 +197,7 @@ class LiveProfiler:
         if not known.plans_with(ahead.signature):
             return
         self._until_trace -= 1
-        size = ahead.bytes_under(plan.accumulation_steps)
+        size = ahead.as_equal_pieces(ahead.batch_bytes, plan.accumulation_steps)
         traced = known.traced_bytes(plan, profile.tables[0].batch_bytes)
         if known.traces < TRACES + _RETRACES and (size > _LARGER * traced or self.growth.told_by(plan, size)):
             self._use = self._lessons.tracing(plan)

@@ -17,7 +17,6 @@ from autotune.live.prediction_scores import Expected
 from autotune.mechanics import devices
 from autotune.mechanics.memory_meter import resident_tensors, storages, tensor_bytes
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch
-from autotune.mechanics.stepping import unevenness
 from autotune.plan import Plan
 from autotune.profiling.recompute_probe import UnitProbe
 
@@ -133,7 +132,7 @@ class Tracing(Timing):
 
     Attributes:
         tracer: The trace.
-        batch_bytes: Bytes of the step's batch, or of the first that the caller accumulates.
+        ahead: The step.
         expected: The peak that was predicted for the step; ``None`` if none was.
         gradient_bytes: Bytes of the gradients that were alive when the step began.
         static_bytes: Bytes of the model, the optimizer's state and everything else that stays.
@@ -142,7 +141,7 @@ class Tracing(Timing):
         plan: The plan.
         attached: The run.
         names: The names of the units.
-        ahead: The step.
+        ahead: As the attribute.
         expected: As the attribute.
     """
 
@@ -155,8 +154,7 @@ class Tracing(Timing):
         expected: Expected | None = None,
     ) -> None:
         super().__init__(plan, attached, names)
-        self.batch_bytes = ahead.batch_bytes
-        self._cut_samples = ahead.cut_samples
+        self.ahead = ahead
         self.expected = expected
         self.tracer: StepTracer | None = None
         self.gradient_bytes = 0
@@ -186,18 +184,10 @@ class Tracing(Timing):
         seen = devices.allocated(run.device)
         if seen is not None:
             # A teacher, averaged weights, a library's workspace or a data set may be allocated as well.
-            self.static_bytes = max(self.static_bytes, seen.current - self.gradient_bytes - self.batch_bytes)
+            self.static_bytes = max(self.static_bytes, seen.current - self.gradient_bytes - self.ahead.batch_bytes)
         self.tracer = StepTracer(run.model, self._names, run.device)
         self.watch = self.tracer.watch
         self._hooks.enter_context(self.tracer.tracing())
-
-    def as_equal_pieces(self, num_bytes: int) -> int:
-        """Return the bytes of a batch whose equal pieces are as large as the largest piece of this step's batch.
-
-        Args:
-            num_bytes: Bytes of this step's batch.
-        """
-        return round(num_bytes * unevenness(self._cut_samples, self.plan.accumulation_steps))
 
     def older_bytes(self) -> int:
         """Return bytes that were alive before the step and freed in it, other than the model's and the optimizer's.
