@@ -77,14 +77,15 @@ class StepAhead:
     cut_samples: int
     signature: Signature
 
-    def as_equal_pieces(self, num_bytes: int, k: int) -> int:
+    def as_equal_pieces(self, num_bytes: int, k: int, *, later: bool = False) -> int:
         """Return the bytes of a batch whose equal pieces are as large as the largest piece of this step's batch.
 
         Args:
             num_bytes: Bytes of this step's batch, or of its largest one.
             k: The accumulation steps of the step's plan.
+            later: Whether the first piece is left out.
         """
-        return round(num_bytes * unevenness(self.cut_samples, k))
+        return round(num_bytes * unevenness(self.cut_samples, k, later=later))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

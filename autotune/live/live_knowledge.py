@@ -195,7 +195,8 @@ class Knowledge:
         # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
         whole, k = use.ahead.batch_bytes, plan.accumulation_steps
         size = min(whole, step.later_bytes or whole)
-        equal, largest = use.ahead.as_equal_pieces(size, k), use.ahead.as_equal_pieces(whole, k)
+        # Where only the first piece is larger, later ones, which come beside gradients, show less.
+        equal, largest = (use.ahead.as_equal_pieces(one, k, later=True) for one in (size, whole))
         gradients = self._first.attribution.gradients if self.seen else None
         seen = LiveTrace(
             plan=plan,

@@ -74,14 +74,19 @@ def split(batch: Any, pieces: int, whole: Collection[int] = ()) -> list[Any]:
     return [piece(index) for index in range(pieces)]
 
 
-def unevenness(samples: int, pieces: int) -> float:
+def unevenness(samples: int, pieces: int, *, later: bool = False) -> float:
     """Return the size of the largest piece of a batch over that of an equal share: 16/9 for 9 samples in 8 pieces.
 
     Args:
         samples: samples in the batch; 0 for equal pieces.
-        pieces: how many pieces it is cut into, at least 1.
+        pieces: how many pieces :func:`split` is asked for, at least 1.
+        later: whether the largest is wanted of all pieces but the first; 8/9 in the example.
     """
-    return -(-samples // pieces) * pieces / samples if samples else 1.0
+    if not samples:
+        return 1.0
+    cut = min(pieces, samples)
+    largest = samples // cut + (samples % cut > (later and cut > 1))
+    return largest * pieces / samples
 
 
 class WholeTensors:
