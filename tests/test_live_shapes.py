@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_models import TinyGPT
 from test_live import RESTLESS, gpt_loss, seeded
 from torch import nn
 
 import autotune
+from autotune.live.step_uses import Tracing
 from autotune.mechanics import controls, randomness
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
 from autotune.plan import Plan, Storage
@@ -164,6 +167,71 @@ def test_batch_signature_predicts_another_only_if_proportional() -> None:
     assert not known.tells_of(Signature(((16, 32),), (10, 10)))
     assert not known.tells_of(Signature(((8, 64),), (12, 10)))
     assert not known.tells_of(Signature(((8, 64), (8,)), (10, 10)))
+
+
+def test_text_that_grows_beside_a_large_image_is_news_and_a_shorter_one_is_not() -> None:
+    short, long = (Signature(((8, 3, 64, 64), (8, length)), (10, 10)) for length in (16, 96))
+    assert not short.tells_of(long)
+    assert long.tells_of(short)
+    assert not long.scales_to(short)
+    # All tensors grow together, or a small one stays.
+    assert short.scales_to(Signature(((16, 3, 64, 64), (16, 16)), (10, 10)))
+    labelled = Signature(((8, 64), (8,)), (10, 10))
+    assert labelled.scales_to(Signature(((8, 256), (8,)), (10, 10)))
+    assert Signature(((8, 256), (8,)), (10, 10)).scales_to(labelled)
+
+
+class Pictured(nn.Module):
+    """A large image goes through a cheap stem, and a text through the units that need the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 16, stride=16)
+        self.text = TinyGPT(width=32, blocks=4, dropout=0.0)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen = self.stem(batch["image"]).mean()
+        found: torch.Tensor = self.text(batch["text"])
+        return found + seen
+
+
+@pytest.mark.parametrize("mode", ["exact", "rounding"])
+def test_long_texts_beside_large_images_fit_from_their_first_step_on(mode: str) -> None:
+    lengths = [16] * 24 + [96] * 4 + [16] * 4 + [96] * 4
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        {"image": torch.randn(8, 3, 64, 64), "text": torch.randint(0, 11, (8, length), generator=generator)}
+        for length in lengths
+    ]
+
+    def step(trained: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(trained(batch)[:, :-1].flatten(0, 1), batch["text"][:, 1:].flatten())
+
+    def new() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        trained = Pictured()
+        return trained, torch.optim.SGD(trained.parameters(), 1e-3)
+
+    trained, optimizer = new()
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.metering(resident_tensors(trained, optimizer, [batches[-1]])):
+        step(trained, batches[-1]).backward()
+    budget, peaks = (meter.peak_bytes or 0) * 6 // 10, []
+    trained, optimizer = new()
+    with autotune.attach(trained, optimizer, mode=mode, memory_budget_bytes=budget, runs_dir=None) as tuner:
+        pilot: Any = tuner._pilot
+        for batch in batches:
+            meter = MemoryMeter(torch.device("cpu"))
+            with contextlib.ExitStack() as stack:
+                for number, micro in enumerate(tuner.micro_batches(batch)):
+                    if not number and not isinstance(pilot._profiler._use, Tracing):
+                        stack.enter_context(meter.metering(resident_tensors(trained, optimizer, [batch])))
+                    tuner.backward(step(trained, micro))
+                tuner.step()
+                optimizer.zero_grad()
+            peaks.append(meter.peak_bytes or tuner.status["measured_peak_bytes"])
+    # By the bytes of the batch, which the image dominates, all long texts ran at twice the budget.
+    assert max(peaks) <= budget
 
 
 def test_added_removed_and_unfrozen_parameters_are_counted() -> None:

@@ -70,6 +70,7 @@ class AllowedPlans:
         self.space = replace(self.space, accumulation_choices=kept)
 
 
-def tried_choice(plan: Plan) -> str:
-    """Return the name of the choice that a trial pass under a plan tests."""
-    return K if plan.accumulation_steps > 1 else str(next(iter(plan.precision.values())))
+def tried_choice(plan: Plan, reference: Plan) -> str:
+    """Return the name of the choice that a trial pass under a plan tests, beside one under a reference."""
+    differs = plan.accumulation_steps != reference.accumulation_steps
+    return K if differs else str(next(iter(plan.precision.values())))

@@ -255,7 +255,7 @@ class Pilot:
         names = ["accumulation_steps", *map(str, self.attached.space.precisions[1:])]
         for name in self._agreement.locked_elsewhere(names, self._profiler.locks):
             self._profiler.lock(name, LOCKED_ELSEWHERE)
-        k, reason = self.phase.space.accumulation_choices[0], self._profiler.locks.get("accumulation_steps")
+        k, reason = self._profiler.space.accumulation_choices[0], self._profiler.locks.get("accumulation_steps")
         if reason is None:
             return
         if isinstance(self.phase, Profiled):
@@ -357,6 +357,10 @@ class Pilot:
     def _narrow(self, phase: Profiled, decided: Plan) -> None:
         """Continue with a plan among the values of k that are left; a policy plans again."""
         self._begun, self._news = 0, True
+        if not self._profiler.complete:
+            # No step with an allowed k was traced: costs are learnt again.
+            self.phase = Unprofiled(self._profiler.space)
+            return
         phase.decide_on(decided)
         if self._agreement.many:
             profile = replace(phase.placements.profile, accumulation_choices=self.ks)
@@ -434,8 +438,8 @@ class Pilot:
             plan = self.phase.baseline
         elif (unseen := self._unseen(plan, ahead)) is not None:
             plan = unseen
-        elif self._cut_trials.due(plan, self.phase.space):
-            profiler.try_again(plan)
+        elif self._cut_trials.due(plan, profiler.space) and (other := self._other_cut(plan, ahead, room)) is not None:
+            profiler.try_again(plan, other)
         else:
             profiler.also_watch(plan, ahead)
         return plan
@@ -447,6 +451,17 @@ class Pilot:
         if not acts or self._budget.latest is None or self.placements is None or not self._profiler.complete:
             return False
         return not self._profiler.knowledge.knows(signature) or not self.placements.reaches(length)
+
+    def _other_cut(self, plan: Plan, ahead: StepAhead, room: float) -> Plan | None:
+        """Return the plan of trial passes that show whether a plan's cut keeps the gradient; ``None`` for none.
+
+        Larger pieces show more, because small ones may hold no samples that are coupled; smaller ones always fit.
+        """
+        k, lean = plan.accumulation_steps, self._profiler.leanest.storage
+        coarser = plan.changed(accumulation_steps=max(k // 2, 1), storage=lean)
+        if self.phase.fits(coarser, ahead.as_equal_pieces(ahead.largest_bytes, coarser.accumulation_steps), room):
+            return coarser
+        return plan.changed(accumulation_steps=2 * k) if k < ahead.samples else None
 
     def _unseen(self, plan: Plan, ahead: StepAhead) -> Plan | None:
         """Return a plan to learn from, in place of the one that the step is to run under; ``None`` to keep that."""

@@ -63,7 +63,7 @@ class Lessons:
         self._knowledge = knowledge
         self._acts = attached.stage is Stage.ACT
         self._new_shapes = self._late_plans = self._until_late = 0
-        self._late_every = 1
+        self._late_every, self._whole_bytes = 1, 0
         self._likeliest: Placements | None = None
         self.ahead = StepAhead(
             batch_bytes=0, largest_bytes=0, samples=0, cut_samples=0, signature=Signature((), (0, 0))
@@ -94,13 +94,13 @@ class Lessons:
         """Yield the use of each step, until everything is learnt; ``None`` for an ordinary step."""
         allowed = self._allowed
         # The first step creates the optimizer's state, so it is not traced.
-        yield self._probing(allowed.space.recomputable) if self._acts else None
+        yield self._whole(self._probing(allowed.space.recomputable) if self._acts else None)
         while self._probes.uncalled:
             # A step may leave out a unit by chance.
-            yield self._probing(self._probes.uncalled)
+            yield self._whole(self._probing(self._probes.uncalled))
         if self._attached.bucket_bytes:
             # DistributedDataParallel rebuilds its buckets in the second step, while the first ones are still alive.
-            yield Use(self.first_plan)
+            yield self._whole(Use(self.first_plan))
         if self._acts:
             if self._probes.autocast is not None:
                 for precision in allowed.space.precisions[1:]:
@@ -109,29 +109,44 @@ class Lessons:
                     )
             cuts, trial = self._cuts, self._trial()
             if trial is not None:
-                yield trial
+                yield self._whole(trial)
             yield from self._more_cuts(tried=cuts)
         yield from self.costs()
 
     def _more_cuts(self, *, tried: bool) -> Iterator[Use | None]:
         """Yield further trial passes: the loss may couple samples only in some steps.
 
+        They compare the whole batch with its halves, since small pieces may hold no samples that are coupled. Once
+        batches may be cut, one that is larger than the whole ones so far may need too much memory for that: until a
+        smaller one comes, it is tried in small pieces.
+
         Args:
             tried: Whether a batch was cut in trial passes already.
         """
         left, waited = _MORE_CUTS + (not tried), 0
         while left and waited < _CUT_WAITS and self._may_cut:
+            fits = not tried or not self.saves_memory or self.ahead.batch_bytes <= self._whole_bytes
             if not self._cuts:
                 waited += 1
-                yield Use(self.first_plan)
-                continue
-            # Once batches may be cut, the whole one is not needed: under a budget it may not fit.
-            k = self._finest_cut if tried and self.saves_memory else self._ks[0]
-            left, tried = left - 1, True
-            reference = self.first_plan.changed(accumulation_steps=k)
-            yield Shadowing(reference, [reference.changed(accumulation_steps=2 * k)])
+                yield self._whole(Use(self.first_plan))
+            elif fits:
+                left, tried = left - 1, True
+                yield self._whole(Shadowing(self.first_plan, [self._halved(self.first_plan)]))
+            else:
+                waited += 1
+                reference = self.first_plan.changed(accumulation_steps=self._finest_cut)
+                yield Shadowing(reference, [self._halved(reference)])
         if not tried and self._may_cut:
             self._allowed.lock(K, "the run's first batches cannot be cut into samples")
+
+    def _whole(self, use: Use | None) -> Use | None:
+        """Note that the next step's batch runs whole, whatever memory it needs; return the use of the step."""
+        self._whole_bytes = max(self._whole_bytes, self.ahead.batch_bytes)
+        return use
+
+    @staticmethod
+    def _halved(plan: Plan) -> Plan:
+        return plan.changed(accumulation_steps=2 * plan.accumulation_steps)
 
     def costs(self) -> Iterator[Use]:
         """Yield the uses of the steps that show costs."""
@@ -247,12 +262,13 @@ class Lessons:
     def _finest_cut(self) -> int:
         """The largest k whose pieces can be cut in two, without pieces smaller than those of plans."""
         samples, least = self.ahead.samples, self.ahead.samples // self._ks[-1]
-        return max(k for k in self._ks if k < samples and max(samples // (2 * k), 1) >= least)
+        finest = (k for k in self._ks if k < samples and max(samples // (2 * k), 1) >= least)
+        return max(finest, default=self._ks[0])
 
     def _others(self, plan: Plan) -> list[Plan]:
         """Return the plans whose gradients are to be compared with a plan's."""
         # If memory ran out for whole batches, they are cut already: then each piece is cut in two.
-        cut = plan.changed(accumulation_steps=2 * self._ks[0])
+        cut = self._halved(plan.changed(accumulation_steps=self._ks[0]))
         names = [unit.name for unit in self._allowed.space.units]
         others = self._allowed.space.precisions[1:]
         return [*([cut] if self._cuts else []), *(plan.changed(precision=dict.fromkeys(names, p)) for p in others)]

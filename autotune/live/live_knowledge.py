@@ -90,7 +90,7 @@ class Knowledge:
 
     def plans_with(self, signature: Signature) -> bool:
         """Return whether a step with this signature is like those in the profile; ``True`` if there are none."""
-        return not self.signatures or self.signatures[0].tells_of(signature)
+        return not self.signatures or self.signatures[0].scales_to(signature)
 
     def calls_of(self, name: str) -> int:
         """Return how often a unit was called in a traced forward pass."""
@@ -246,20 +246,21 @@ class Knowledge:
         return len(self.timed) in RENEWED_AFTER
 
     def profile(self, space: PlanSpace, batch_size: int) -> Profile | None:
-        """Return the profile of all recorded steps; ``None`` if no step was traced.
+        """Return the profile of all recorded steps; ``None`` if none with an allowed k was traced.
 
         Args:
             space: The plans that are allowed.
             batch_size: Samples in a batch.
         """
-        if not self.seen:
+        seen = [trace for trace in self.seen.values() if trace.plan.accumulation_steps in space.accumulation_choices]
+        if not seen:
             return None
         logs = [math.log(max(size, 1)) for size in self._batch_bytes]
         return live_profile(
             self._attached.name,
             str(self._attached.device),
             space,
-            list(self.seen.values()),
+            seen,
             self.timed,
             batch_size=max(batch_size, 1),
             length_spread=statistics.pstdev(logs) if len(logs) > 1 else 0.0,
@@ -273,11 +274,14 @@ class Knowledge:
     def _is_densest(self, plan: Plan, density: float, signature: Signature) -> bool:
         """Record how much memory a step needed per byte; return whether its trace belongs in the profile."""
         if not self.knows(signature):
-            if self.signatures and density > _DENSER * self._densities.get(plan, 0.0):
+            # One that covers the first, and is not known, has a tensor that grew by more than the batch: the leanest
+            # plan may not show what that means for others.
+            grew = bool(self.signatures) and signature.covers(self.signatures[0])
+            if grew or (self.signatures and density > _DENSER * self._densities.get(plan, 0.0)):
                 self.forget()
             self.signatures.append(signature)
         self._densities[plan] = max(density, self._densities.get(plan, 0.0))
-        return self.signatures[0].tells_of(signature)
+        return self.plans_with(signature)
 
     def _score(self, expected: Expected, plan: Plan, largest: int) -> None:
         """Score the prediction for a step, unless its batch is larger than the predicted one."""

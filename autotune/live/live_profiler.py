@@ -156,13 +156,14 @@ class LiveProfiler:
             self._use = self._lessons.new_shape(plan)
         return plan
 
-    def try_again(self, plan: Plan) -> None:
-        """Try the next step's batch in trial passes with pieces half as large.
+    def try_again(self, plan: Plan, other: Plan) -> None:
+        """Try the next step's batch in trial passes with pieces of another size.
 
         Args:
             plan: The plan that the step runs under.
+            other: The plan with other pieces.
         """
-        self._use = Shadowing(plan, [plan.changed(accumulation_steps=2 * plan.accumulation_steps)])
+        self._use = Shadowing(plan, [other])
 
     def try_unseen(self, planned: Plan, ahead: StepAhead, budget_bytes: int | None) -> Plan | None:
         """Trace the next step under a plan that is not known yet, if its batch is small enough for one.
@@ -258,13 +259,14 @@ class LiveProfiler:
         reference, first = outcomes[0], self._lessons.first_plan
         rounds = self.probes.autocast is not None or has_16_bit_parameters(self._attached.model)
         for plan, outcome in zip(self.shadows[1:], outcomes[1:], strict=True):
-            if plan.accumulation_steps > 1:
+            choice = tried_choice(plan, self.shadows[0])
+            if choice == K:
                 exact = not rounds and plan.precision == first.precision
                 reason = k_lock(reference, outcome, FP32_TOLERANCE if exact else AUTOCAST_TOLERANCE)
             else:
                 reason = precision_lock(reference, outcome)
             if reason is not None:
-                self.lock(tried_choice(plan), reason)
+                self.lock(choice, reason)
 
     def lock_shadows(self, reason: str) -> None:
         """Lock the choices that trial passes were to test.
@@ -273,19 +275,23 @@ class LiveProfiler:
             reason: Why the passes are not run.
         """
         for plan in self.shadows[1:]:
-            self.lock(tried_choice(plan), reason)
+            self.lock(tried_choice(plan, self.shadows[0]), reason)
 
     def lock(self, what: str, reason: str) -> None:
         """Lock a choice: ``accumulation_steps``, or a precision by its name."""
         self._allowed.lock(what, reason)
-        if what == K and self.complete:
-            self.rebuild()
+        if what == K:
+            self._leave_out_ks()
 
     def raise_k(self, k: int, reason: str) -> None:
         """Remove the smaller values of k, for which memory ran out; keep what was learnt."""
         self._allowed.raise_k(k, reason)
-        if self.complete:
-            self.rebuild()
+        self._leave_out_ks()
+
+    def _leave_out_ks(self) -> None:
+        """Make the profile again without the k that are not allowed any more; learn again if no other was traced."""
+        if self.complete and self.rebuild() is None:
+            self._begin_again()
 
     def bar(self, barred: Mapping[str, str]) -> bool:
         """Lock the storage of units that turned out not to be recomputable; return whether the profile has changed.

@@ -1,8 +1,8 @@
 """What determines a step's memory and is known before it runs: shapes, trained parameters, and calls of units.
 
 The number of bytes does not suffice: 8 sequences of 256 tokens have as many as 64 of 32, but their attention weights
-take eight times the memory. A batch's bytes predict its memory if a measured batch is at least as large, or at most as
-large, in every dimension. A batch that is larger in one dimension and smaller in another must be measured itself.
+take eight times the memory. A batch's bytes predict its memory if a measured batch is at least as large in every
+dimension, or at most as large, and no tensor grows by more than the batch. Another batch must be measured itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from autotune.mechanics.memory_meter import content_bytes
 from autotune.mechanics.trees import tensors
 
+# Factor by which a tensor may grow more than its batch.
+_EVENLY = 1.05
 # Number of steps after which a model's parameters are listed again.
 _WALK_EVERY = 16
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -47,9 +49,22 @@ class Signature:
 
     def tells_of(self, other: Signature) -> bool:
         """Return whether the memory of a step with this signature predicts that of the other, scaled by bytes."""
-        if self == other:
-            return True
-        return self.covers(other) or other.covers(self)
+        return self.covers(other) or self.scales_to(other)
+
+    def scales_to(self, other: Signature) -> bool:
+        """Return whether steps with the two signatures need memory in proportion to the bytes of their batches."""
+        if self.covers(other):
+            return not other._hides_growth_to(self)
+        return other.covers(self) and not self._hides_growth_to(other)
+
+    def _hides_growth_to(self, larger: Signature) -> bool:
+        """Return whether a tensor grows by more than the whole batch, so that its bytes do not tell of it.
+
+        Beside a large image or table, a text may become many times as long, and with it what units keep.
+        """
+        own, its = ([math.prod(shape) for shape in one.shapes] for one in (self, larger))
+        whole = sum(its) / max(sum(own), 1)
+        return any(large > _EVENLY * whole * max(small, 1) for small, large in zip(own, its, strict=True))
 
     def covers(self, other: Signature) -> bool:
         """Return whether this signature is at least as large as the other in every dimension."""

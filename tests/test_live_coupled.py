@@ -1,0 +1,123 @@
+"""Tests that batches are not cut any more once a loss is seen to couple their samples, however late that begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_live import RESTLESS
+from test_live_modes import Holds
+from torch import nn
+
+import autotune
+from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
+
+CPU, WIDTH = torch.device("cpu"), 32
+# Gradients of float64 repeat, so that any difference is due to cuts.
+Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + self.down(F.gelu(self.up(rows)))
+
+
+def square(out: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+    return out.square().mean()
+
+
+def batch_mean_from(first: int) -> Loss:
+    """Return a loss that depends on the batch's mean from a step on, also in pieces of a few samples."""
+
+    def loss(out: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+        plain = square(out, labels, number)
+        return plain + 10 * out.mean((0, 1)).square().sum() if number >= first else plain
+
+    return loss
+
+
+def pairs_from(first: int) -> Loss:
+    """Return a supervised contrastive loss: pieces that hold no two samples of one label do not show it."""
+
+    def loss(out: torch.Tensor, labels: torch.Tensor, number: int) -> torch.Tensor:
+        plain, same = square(out, labels, number), (labels[:, None] == labels).fill_diagonal_(False)
+        if number < first or not same.any():
+            return plain
+        near = F.normalize(out.mean(1), dim=-1)
+        return plain + (same * (1 - near @ near.T)).sum() / len(labels)
+
+    return loss
+
+
+def trained(
+    loss: Loss, rows: int, share: float | None, steps: int, **attach: Any
+) -> tuple[list[int], dict[str, str], list[int]]:
+    """Train attached; return the pieces of each step outside of trials, the locks, and the numbers of trial steps."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(rows, 16, WIDTH, generator=generator), torch.arange(rows) % (rows // 2)) for _ in range(steps)
+    ]
+
+    def new() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(4)))
+        return model, torch.optim.SGD(model.parameters(), 1e-3)
+
+    model, optimizer = new()
+    meter = MemoryMeter(CPU)
+    with meter.metering(resident_tensors(model, optimizer, list(batches[0]))):
+        square(model(batches[0][0]), batches[0][1], 0).backward()
+    budget = 10**9 if share is None else int(share * (meter.peak_bytes or 0))
+    model, optimizer = new()
+    pieces, tried = [0] * steps, []
+    with autotune.attach(
+        model, optimizer, mode="rounding", memory_budget_bytes=budget, runs_dir=None, **attach
+    ) as tuner:
+        for number, batch in enumerate(batches):
+            for micro, labels in tuner.micro_batches(batch):
+                pieces[number] += not tuner.probing
+                tried += [number] if tuner.probing else []
+                tuner.backward(loss(model(micro), labels, number))
+            tuner.step()
+            optimizer.zero_grad()
+        return pieces, dict(tuner.locks), sorted(set(tried))
+
+
+def test_batches_stay_whole_after_a_late_trial_has_shown_that_samples_are_coupled() -> None:
+    """A lock of k once held for the step of the trial alone, because the profile kept the k that were traced."""
+    pieces, locks, tried = trained(batch_mean_from(20), 16, None, 120, policy=Holds(2), limits=RESTLESS)
+    assert 2 in pieces[:20]
+    found = next(number for number in tried if number >= 20)
+    assert "depends on the others" in locks["accumulation_steps"]
+    assert set(pieces[found:]) == {1}
+
+
+@pytest.mark.parametrize("rows", [16, pytest.param(32, marks=pytest.mark.slow)])
+def test_late_trials_are_made_where_only_cut_batches_ever_fitted(rows: int) -> None:
+    """All traced plans had the same k, which then counted as whole batches."""
+    pieces, locks, tried = trained(batch_mean_from(8), rows, 0.3, 120)
+    assert max(pieces) > 1
+    assert any(number >= 8 for number in tried)
+    assert "accumulation_steps" in locks
+    assert set(pieces[-20:]) == {1}
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_coupling_that_small_pieces_do_not_show_is_found_by_halves_of_whole_batches(first: int) -> None:
+    pieces, locks, _ = trained(pairs_from(first), 8, 0.45, 12)
+    assert "accumulation_steps" in locks
+    assert set(pieces[:4]) == {1}
+    assert set(pieces) == {1}
+
+
+def test_choices_of_k_that_are_close_together_do_not_end_the_run() -> None:
+    pieces, locks, _ = trained(square, 8, 0.6, 30, settings=autotune.Settings(accumulation_choices=(3, 4)))
+    assert max(pieces) >= 3
+    assert "accumulation_steps" not in locks
