@@ -39,7 +39,6 @@ from autotune.mechanics.step_trace import Phase
 from autotune.plan import Plan, Storage
 from autotune.profiling.own_time import OwnTime
 from autotune.profiling.step_peaks import StepPeaks
-from autotune.profiling.step_signature import Signature
 from autotune.profiling.trial_passes import Outcome
 from autotune.profiling.unit_calls import UnitCalls
 from autotune.step_parts import PARTS, StepParts, advice
@@ -93,8 +92,8 @@ class Pilot:
         self._advice: str | None = None
         self._dips: DipOutlook | None = None
         self.step = self.switches = self.placed = self.over_budget = 0
-        # Whether no plan is known to fit the running step.
-        self._unfitting = False
+        # The predicted peak of the leanest plan if no plan is known to fit the running step; ``None`` if one is.
+        self._least: float | None = None
         # Until all ranks have a profile, each asks for its own steps; then the first rank decides for all.
         self._agreement = Agreement(ranks)
         # With several ranks: the last step that they planned, the bytes of this rank's batch, and the plan.
@@ -201,7 +200,7 @@ class Pilot:
         Args:
             ahead: The step.
         """
-        learns, self._unfitting = not self._profiler.done, False
+        learns, self._least = not self._profiler.done, None
         if learns:
             # The share of reserved memory that steps leave unused is still being learnt.
             self._budget.read_device(self._fragments)
@@ -210,6 +209,9 @@ class Pilot:
         if self._agreement.many and self.attached.stage is Stage.ACT:
             plan = self._plan_together(ahead, lesson)
         else:
+            if self._profiler.complete and self._profiler.profile is not self._taken and not self._agreement.many:
+                # First, because sizes are relative to the batch of the profile.
+                self._take_profile()
             plan = lesson or self._plan_ahead(ahead, self.phase.share(ahead.largest_bytes), self._room)
         # Planning from the first profile is part of learning, too.
         self.time.learns = learns or self._profiler.watching
@@ -220,7 +222,7 @@ class Pilot:
         self._calls.begin_step()
         self._profiler.begin()
         # A peak says nothing about its plan if no plan fits the step, or if the step is watched.
-        counts = not self._unfitting and not self._profiler.watching
+        counts = self._least is None and not self._profiler.watching
         self._peaks.begin(self.plan, self._size, budget, counts=counts)
         if sampled:
             trained = [p for group in self.attached.optimizer.param_groups for p in group["params"]]
@@ -298,7 +300,11 @@ class Pilot:
         self._take_news(self._profiler.end(step))
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
-        self.over_budget += self._unfitting or peak > (self._budget.latest or math.inf)
+        exceeds = peak > (self._budget.latest or math.inf)
+        if self._least is not None and (exceeds or not peak):
+            exceeds = True
+            self._budget.warn_unreachable(self.step, self._least, self._room)
+        self.over_budget += exceeds
         barred = self._switcher.barred()
         self._take_news(bool(barred) and self._profiler.bar(barred))
         self.time.run_s += step.seconds
@@ -427,12 +433,10 @@ class Pilot:
             lesson: The plan that this rank would learn from, if other ranks have no profile either.
         """
         profiler, size = self._profiler, ahead.largest_bytes
-        if profiler.complete and profiler.profile is not self._taken and not self._agreement.many:
-            self._take_profile()
-        plan = self._placed_plan(length, room, ahead.cut_samples)
+        plan = self._placed_plan(ahead, length, room)
         if lesson is not None:
             plan = lesson if isinstance(self.phase, Unprofiled) else plan.changed(storage=lesson.storage)
-        elif self._is_news(ahead.signature, length):
+        elif self._is_news(ahead, length):
             plan = profiler.look_at(ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
             plan = self.phase.baseline
@@ -444,13 +448,19 @@ class Pilot:
             profiler.also_watch(plan, ahead)
         return plan
 
-    def _is_news(self, signature: Signature, length: float) -> bool:
-        """Return whether plans must fit a budget, and no step like this one, or nearly as large, was traced."""
+    def _is_news(self, ahead: StepAhead, length: float) -> bool:
+        """Return whether plans must fit a budget, and no step like this one, or nearly as large, was traced.
+
+        Where no plan is predicted to fit, the leanest must have been traced with a batch as large.
+        """
         # The budget also holds while no policy is trusted after a trip.
         acts = self.attached.stage is Stage.ACT and not self.breaker.open and not self._agreement.many
         if not acts or self._budget.latest is None or self.placements is None or not self._profiler.complete:
             return False
-        return not self._profiler.knowledge.knows(signature) or not self.placements.reaches(length)
+        known = self._profiler.knowledge
+        if not known.knows(ahead.signature) or not self.placements.reaches(length):
+            return True
+        return self._least is not None and not self._profiler.knows_leanest(ahead)
 
     def _other_cut(self, plan: Plan, ahead: StepAhead, room: float) -> Plan | None:
         """Return the plan of trial passes that show whether a plan's cut keeps the gradient; ``None`` for none.
@@ -470,7 +480,7 @@ class Pilot:
             return None
         return self._profiler.try_unseen(plan, ahead, budget)
 
-    def _placed_plan(self, length: float, room: float, samples: int) -> Plan:
+    def _placed_plan(self, ahead: StepAhead, length: float, room: float) -> Plan:
         """Return the plan for a batch: the decided one, with the storage that fits the batch and the budget best."""
         budget = self._budget.latest
         if self.attached.stage is Stage.OBSERVE or self.breaker.open:
@@ -479,10 +489,12 @@ class Pilot:
             # Nothing can be predicted yet: the user's own profiler runs, or other ranks have no profile.
             return self._profiler.leanest if budget is not None and self._profiler.probed else self.phase.baseline
         trusted = self._agreement.trusted(self.breaker.allows(self.step))
-        found = self.phase.place(length, room, follows=self._follows and trusted, samples=samples)
+        found = self.phase.place(length, room, follows=self._follows and trusted, samples=ahead.cut_samples)
         if found.least_bytes is not None:
-            self._unfitting = True
-            self._budget.warn_unreachable(self.step, found.least_bytes, room)
+            size = ahead.as_equal_pieces(ahead.largest_bytes, found.plan.accumulation_steps)
+            measured = self._profiler.knowledge.peak_of(found.plan, size)
+            least = found.least_bytes if measured is None else min(measured, found.least_bytes)
+            self._least = least if least > room else None
         return found.plan
 
     def _apply(self, plan: Plan) -> None:

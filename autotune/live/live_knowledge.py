@@ -217,7 +217,8 @@ class Knowledge:
         self._peaks[plan] = needed, largest, whole
         if not belongs:
             return False
-        self.growth.note(plan, largest, seen.attribution)
+        # Growth is that of the first pieces.
+        self.growth.note(plan, use.ahead.as_equal_pieces(whole, k), seen.attribution)
         former = self.seen.get(plan)
         if former is not None and former.batch_bytes > equal:
             # A smaller batch only shows how memory grows.

@@ -156,6 +156,17 @@ class LiveProfiler:
             self._use = self._lessons.new_shape(plan)
         return plan
 
+    def knows_leanest(self, ahead: StepAhead) -> bool:
+        """Return whether the plan that needs the least memory was traced with a batch as large as the next one.
+
+        Args:
+            ahead: The step.
+        """
+        self._lessons.ahead = ahead
+        plan = self._lessons.leanest
+        size = ahead.as_equal_pieces(ahead.batch_bytes, plan.accumulation_steps)
+        return self.knowledge.traced_bytes(plan, 0) >= size
+
     def try_again(self, plan: Plan, other: Plan) -> None:
         """Try the next step's batch in trial passes with pieces of another size.
 
