@@ -30,14 +30,24 @@ def capture() -> HostState:
     )
 
 
+def drawn(since: HostState) -> tuple[bool, bool, bool]:
+    """Return whether python's, numpy's and torch's generator have other states than captured ones."""
+    now: Any = np.random.get_state()  # noqa: NPY002
+    return (
+        random.getstate() != since.python,
+        not all(np.array_equal(one, two) for one, two in zip(now, since.numpy, strict=True)),
+        not torch.equal(torch.get_rng_state(), since.cpu),
+    )
+
+
 def restore(state: HostState) -> None:
     """Set the generators to captured states; skip those already in them, since other threads may draw from them."""
-    if random.getstate() != state.python:
+    python, numpy, cpu = drawn(state)
+    if python:
         random.setstate(state.python)
-    now: Any = np.random.get_state()  # noqa: NPY002
-    if not all(np.array_equal(one, two) for one, two in zip(now, state.numpy, strict=True)):
+    if numpy:
         np.random.set_state(state.numpy)  # noqa: NPY002
-    if not torch.equal(torch.get_rng_state(), state.cpu):
+    if cpu:
         torch.set_rng_state(state.cpu)
 
 

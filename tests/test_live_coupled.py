@@ -121,3 +121,119 @@ def test_choices_of_k_that_are_close_together_do_not_end_the_run() -> None:
     pieces, locks, _ = trained(square, 8, 0.6, 30, settings=autotune.Settings(accumulation_choices=(3, 4)))
     assert max(pieces) >= 3
     assert "accumulation_steps" not in locks
+
+
+class OwnNorm(Block):
+    """Normalises over the batch in training only."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows - rows.mean((0, 1)) if self.training else rows)
+
+
+class Balanced(Block):
+    """Adds a term to the loss in training only, which depends on the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.term: torch.Tensor | None = None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = super().forward(rows)
+        self.term = rows.mean((0, 1)).square().sum() if self.training else None
+        return rows
+
+
+class Counting(Block):
+    """Keeps a running mean of what it gets, which changes no gradient of this step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(rows.detach().mean((0, 1)), 0.1)
+        return super().forward(rows)
+
+
+class Dropping(Block):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(rows), 0.1, self.training)
+
+
+class OwnNoise(Block):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = super().forward(rows)
+        return rows + torch.randn(rows.shape, generator=self.noise) if self.training else rows
+
+
+class Remembering(Block):
+    """Records each call in training, outside of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.total = 0, list[int](), torch.zeros(())
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+            self.seen.append(len(rows))
+            self.total += 1
+        return super().forward(rows)
+
+
+def with_terms(model: nn.Module) -> torch.Tensor:
+    terms = [part.term for part in model.modules() if isinstance(part, Balanced) and part.term is not None]
+    return torch.stack(terms).sum() if terms else torch.zeros(())
+
+
+def trained_blocks(kind: type[Block], dropout: nn.Module | None = None) -> tuple[nn.Module, int, dict[str, str]]:
+    """Train 40 steps, attached with k = 2; return the model, the number of pieces, and the locks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), dropout or nn.Identity(), kind())
+    optimizer, generator = torch.optim.SGD(model.parameters(), 1e-3), torch.Generator().manual_seed(1)
+    pieces = 0
+    with autotune.attach(
+        model, optimizer, mode="rounding", policy=Holds(2), limits=RESTLESS, memory_budget_bytes=10**9, runs_dir=None
+    ) as tuner:
+        for _ in range(40):
+            for micro in tuner.micro_batches(torch.randn(8, 16, WIDTH, generator=generator)):
+                pieces += not tuner.probing
+                tuner.backward(model(micro).square().mean() + with_terms(model))
+            tuner.step()
+            optimizer.zero_grad()
+        return model, pieces, dict(tuner.locks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(OwnNorm, "depends on the others"), (Balanced, "depends on the others"), (Counting, "'0.mean'")],
+)
+@pytest.mark.parametrize("dropout", [None, nn.Dropout(0.1)])
+def test_what_couples_samples_in_training_alone_locks_k(
+    kind: type[Block], reason: str, dropout: nn.Module | None
+) -> None:
+    _, pieces, locks = trained_blocks(kind, dropout)
+    assert pieces == 40
+    assert reason in locks["accumulation_steps"]
+
+
+@pytest.mark.parametrize("kind", [Block, Dropping, OwnNoise])
+def test_random_numbers_lock_nothing(kind: type[Block]) -> None:
+    _, pieces, locks = trained_blocks(kind, nn.Dropout(0.1))
+    assert pieces > 40
+    assert "accumulation_steps" not in locks
+
+
+def test_trials_leave_no_trace_in_the_state_of_modules() -> None:
+    model, pieces, locks = trained_blocks(Remembering)
+    assert "accumulation_steps" not in locks
+    for part in model.modules():
+        if isinstance(part, Remembering):
+            assert part.calls == len(part.seen) == part.total == pieces > 40

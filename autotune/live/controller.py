@@ -251,8 +251,16 @@ class Pilot:
         finally:
             self._switcher.apply(self.plan)
 
-    def take_shadows(self, outcomes: Sequence[Outcome]) -> None:
-        """Evaluate the trial passes; a choice that fails on one rank is locked on all."""
+    def take_shadows(self, outcomes: Sequence[Outcome], *, ran_out: bool) -> None:
+        """Evaluate the trial passes; a choice that fails on one rank is locked on all.
+
+        Args:
+            outcomes: the outcomes of the passes under :attr:`shadows`, in the same order.
+            ran_out: whether memory ran out in a pass of any rank: if the step itself also needs a larger k, the passes
+                are run again under that.
+        """
+        if ran_out and self._profiler.puts_off_shadows():
+            return
         self._profiler.take_shadows(outcomes)
         names = ["accumulation_steps", *map(str, self.attached.space.precisions[1:])]
         for name in self._agreement.locked_elsewhere(names, self._profiler.locks):

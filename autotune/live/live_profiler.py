@@ -73,6 +73,8 @@ class LiveProfiler:
         self._use: Use | None = None
         self._began = False
         self._unreadable = 0
+        # The values of k at which memory ran out in trial passes.
+        self._put_off: set[int] = set()
         # Steps until a step is traced again, and from that one to the next.
         self._until_trace = self._trace_every = _TRACED_AGAIN
 
@@ -260,6 +262,15 @@ class LiveProfiler:
                 self._upcoming = self._lessons.again(use, self._upcoming)
 
     # What is allowed.
+
+    def puts_off_shadows(self) -> bool:
+        """Run the trial passes with a later batch instead; return ``False`` if that was done before at the same k."""
+        use, k = self._use, self.shadows[0].accumulation_steps
+        if use is None or k in self._put_off:
+            return False
+        self._put_off.add(k)
+        self._use, self._upcoming = None, self._lessons.again(use, self._upcoming)
+        return True
 
     def take_shadows(self, outcomes: Sequence[Outcome]) -> None:
         """Lock the choices that failed in trial passes.

@@ -36,7 +36,7 @@ from autotune.mechanics.step_trace import Phase
 from autotune.mechanics.stepping import Count, Update, WholeTensors
 from autotune.plan import Plan
 from autotune.profiling.step_signature import Trained, contents_of, signature_of
-from autotune.profiling.trial_passes import Attempt, undone
+from autotune.profiling.trial_passes import Attempt, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,8 @@ class LiveTuner:
         self._largest_bytes = 0
         # The outcome of the current trial pass; ``None`` in the step itself.
         self._beside: Attempt | None = None
+        # Until the model is seen to draw random numbers, apart from dropout.
+        self._tries_in_training = True
         self._num_looked_at = 0
         self._trained = Trained(facts.model)
         # Batches in a row whose gradients were gone before a step.
@@ -368,22 +370,36 @@ class LiveTuner:
             return
         began = time.perf_counter()
         self._times.control()
-        outcomes = []
+        outcomes: list[Outcome] = []
+        ran_out = False
         # Parameters of another optimizer may have gradients.
         parameters = (*self._facts.model.parameters(), *self._update.parameters)
         gradients = [(parameter, parameter.grad) for parameter in dict.fromkeys(parameters)]
         try:
             for parameter, _ in gradients:
                 parameter.grad = None
-            for plan in pilot.shadows:
-                with pilot.trying(plan) as failures, undone(self._facts.model):
-                    self._beside = Attempt([], failures)
-                    for piece, weight in cut(batch, plan.accumulation_steps, cutting, self._whole_tensors).weighed:
-                        self._weight = weight
-                        with self._synchronised(last=False):
-                            yield piece
-                    outcomes.append(self._beside.outcome(self._update.parameters))
-                self._update.discard()
+            for training in (True, False) if self._tries_in_training else (False,):
+                outcomes, drew, ran_out = [], False, False
+                for plan in pilot.shadows:
+                    self._beside = attempt = Attempt(training)
+                    with (
+                        pilot.trying(plan) as attempt.failures,
+                        attempt.undone(self._facts.model),
+                        self._keeping_buffers(),
+                    ):
+                        for piece, weight in cut(batch, plan.accumulation_steps, cutting, self._whole_tensors).weighed:
+                            self._weight = weight
+                            with self._synchronised(last=False):
+                                yield piece
+                    outcomes.append(attempt.outcome(self._update.parameters))
+                    drew |= attempt.drew
+                    ran_out |= any(map(devices.is_out_of_memory, attempt.failures))
+                    self._update.discard()
+                # All ranks run the same passes.
+                drew, ran_out = map(bool, self.largest([drew, ran_out]) or (False, False))
+                if ran_out or not (training and drew):
+                    break
+                self._tries_in_training = False
         finally:
             self._beside = None
             self._update.discard()
@@ -393,7 +409,7 @@ class LiveTuner:
             running.own_s += spent
             pilot.spend(spent)
             self._times.begun()
-        self._safely(lambda pilot: pilot.take_shadows(outcomes))
+        self._safely(lambda pilot: pilot.take_shadows(outcomes, ran_out=ran_out))
 
     def failed_beside(self, error: Exception) -> None:
         """Tell the tuner that a pass of :meth:`passes_beside` raised: its plan is locked, and the run goes on."""
@@ -638,6 +654,20 @@ class LiveTuner:
         if self._parallel and not last:
             return self._model.no_sync()  # type: ignore[operator, no-any-return]
         return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _keeping_buffers(self) -> Iterator[None]:
+        """Run the body without copies of the first rank's buffers, which DDP makes in the next pass instead."""
+        if not self._parallel:
+            yield
+            return
+        model: Any = self._model
+        # If a pass failed on one rank only, the ranks would no longer agree on when to copy.
+        shares, model.require_forward_param_sync = model.require_forward_param_sync, False
+        try:
+            yield
+        finally:
+            model.require_forward_param_sync = shares
 
     def _safely(self, call: Callable[[Pilot], object], *, since: float | None = None) -> None:
         """Call the controller; if it fails, detach and go on with the user's baseline.

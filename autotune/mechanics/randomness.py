@@ -38,6 +38,12 @@ def restore(state: RandomState) -> None:
     devices.restore_random_states(state.accelerators)
 
 
+def drawn(since: RandomState) -> bool:
+    """Return whether any generator has another state than a captured one."""
+    accelerators = zip(devices.random_states(), since.accelerators, strict=False)
+    return any(host_generators.drawn(since)) or not all(torch.equal(now, then) for now, then in accelerators)
+
+
 def restore_torch(state: RandomState) -> None:
     """Set only torch's generators to a captured state."""
     if not torch.equal(torch.get_rng_state(), state.cpu):

@@ -5,16 +5,19 @@ They show whether a batch may be cut, and how 16 bits change its gradient, which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from autotune.mechanics import randomness
 from autotune.mechanics.buffers import copy_buffers, write_buffers
+from autotune.profiling.outside_state import Surroundings, own_attributes
 
 # Largest relative difference of loss and gradient between a batch that is cut in two and the whole batch: in fp32, and
 # if the user's own autocast rounds to 16 bits.
@@ -22,9 +25,15 @@ FP32_TOLERANCE = 1e-4
 AUTOCAST_TOLERANCE = 3e-2
 # Largest relative difference of a gradient in 16 bits.
 PRECISION_TOLERANCE = 0.1
+# Largest change of a buffer, as a share of its values, that is due to rounding.
+_ROUNDING = 1e-6
 _COUPLED = "a sample's loss depends on the others of its batch (BatchNorm, contrastive losses, capacities)"
-# Maximum number of elements of each parameter's gradient that are compared.
+# Maximum number of elements of each parameter's gradient, and of each buffer, that are compared.
 _COMPARED = 4096
+# Attributes that are not restored: they are not the user's, or are restored by themselves.
+_KEPT = frozenset(vars(nn.Module())) | {"forward"}
+# Packages whose modules change their attributes in step with other objects, which are not restored.
+_WRAPPERS = ("torch.distributed", "torch.nn.parallel", "deepspeed", "accelerate")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,56 +43,110 @@ class Outcome:
     Attributes:
         loss: mean loss of the batch.
         gradients: evenly spaced elements of each parameter's gradient; ``None`` for a parameter without one.
+        buffers: evenly spaced elements of each buffer that the passes changed, before and after them, by name.
         failure: the first exception that a pass raised, as text; ``None`` if none did.
     """
 
     loss: float
     gradients: Sequence[torch.Tensor | None]
+    buffers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     failure: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attempt:
-    """Losses and failures of the trial passes under one plan.
+    """Trial passes under one plan.
 
     Attributes:
+        training: whether the model runs in the modes in which it trains, except dropout; else in evaluation mode,
+            except BatchNorm and InstanceNorm, since trial passes must show if samples depend on each other.
         losses: weighted losses of the micro-batches.
         failures: exceptions that the passes raised.
+        buffers: see :class:`Outcome`.
+        drew: whether the passes drew random numbers, so that passes over other micro-batches differ; ``True`` as well
+            if they can reach what cannot be restored, so that they may run in evaluation mode only.
     """
 
-    losses: list[torch.Tensor]
-    failures: list[Exception]
+    training: bool
+    losses: list[torch.Tensor] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+    buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    drew: bool = False
 
     def outcome(self, parameters: Sequence[nn.Parameter]) -> Outcome:
         """Return the outcome, with the gradients that the passes accumulated in the parameters."""
         gradients = [None if p.grad is None else _sampled(p.grad) for p in parameters]
         failure = next((f"{type(error).__name__}: {error}" for error in self.failures), None)
-        return Outcome(float(sum(self.losses)), gradients, failure)
+        return Outcome(float(sum(self.losses)), gradients, self.buffers, failure)
 
+    @contextmanager
+    def undone(self, model: nn.Module) -> Iterator[None]:
+        """Run the body with dropout off, then restore the generators and the model's state.
 
-@contextmanager
-def undone(model: nn.Module) -> Iterator[None]:
-    """Run the body with dropout off, and restore generators and buffers; the caller must clear the gradients.
-
-    BatchNorm and InstanceNorm stay in training mode, since trial passes must show if samples depend on each other.
-    """
-    before, buffers = randomness.capture(), copy_buffers(model)
-    modes = {module: module.training for module in model.modules()}
-    for module, training in modes.items():
-        module.training = training and isinstance(module, _NormBase)
-    own = model.__dict__.get("train")
-    # Some loops set the model to training mode at each step, which must have no effect.
-    model.__dict__["train"] = lambda mode=True: model
-    try:
-        yield
-    finally:
-        del model.__dict__["train"]
-        if own is not None:
-            model.__dict__["train"] = own
+        The caller must clear the gradients.
+        """
+        around = Surroundings(model, own=own_attributes(model)) if self.training else None
+        self.drew = around is not None and around.refusal is not None
+        state = _State(model)
+        modes = {module: module.training for module in model.modules()}
         for module, training in modes.items():
-            module.training = training
-        write_buffers(model, buffers)
-        randomness.restore(before)
+            on = (
+                not isinstance(module, _DropoutNd) if self.training and not self.drew else isinstance(module, _NormBase)
+            )
+            module.training = training and on
+        own = model.__dict__.get("train")
+        # Some loops set the model to training mode at each step, which must have no effect.
+        model.__dict__["train"] = lambda mode=True: model
+        before = randomness.capture()
+        try:
+            yield
+        finally:
+            self.buffers = state.changed_buffers()
+            self.drew |= randomness.drawn(before) or (around is not None and around.drew)
+            del model.__dict__["train"]
+            if own is not None:
+                model.__dict__["train"] = own
+            if around is not None and around.refusal is None:
+                around.restore()
+            state.restore()
+            for module, training in modes.items():
+                module.training = training
+            randomness.restore(before)
+
+
+class _State:
+    """The present attributes and buffers of a model's parts.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._copies = model, copy_buffers(model)
+        # Restored as objects; `Surroundings` restores their contents.
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for part in model.modules():
+            self._held += [(part._buffers, part._buffers.copy())] if part._buffers else []
+            if not type(part).__module__.startswith(_WRAPPERS):
+                self._held.append((vars(part), vars(part).copy()))
+
+    def changed_buffers(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return evenly spaced elements of each buffer that has changed, before and now."""
+        present = dict(self._model.named_buffers())
+        pairs = {
+            name: (_sampled(one), _sampled(present[name]))
+            for name, one in self._copies.items()
+            if name in present and one.layout is torch.strided
+        }
+        return {name: pair for name, pair in pairs.items() if not torch.equal(*pair)}
+
+    def restore(self) -> None:
+        """Restore attributes and buffers."""
+        for held, then in self._held:
+            for name in held.keys() - then.keys() - _KEPT:
+                del held[name]
+            held.update((name, value) for name, value in then.items() if name not in _KEPT)
+        write_buffers(self._model, self._copies)
 
 
 def k_lock(whole: Outcome, cut: Outcome, tolerance: float) -> str | None:
@@ -109,6 +172,10 @@ def k_lock(whole: Outcome, cut: Outcome, tolerance: float) -> str | None:
         return "cut in two, different parameters get gradients"
     if not difference <= tolerance:
         return f"cut in two, the gradient differs by {difference:.2%}: {_COUPLED}"
+    changed = dict.fromkeys((*whole.buffers, *cut.buffers))
+    other = next((name for name in changed if not _same_buffer(whole, cut, name, tolerance)), None)
+    if other is not None:
+        return f"cut in two, the buffer {other!r} gets other values: it counts calls, or averages over them"
     return None
 
 
@@ -134,6 +201,21 @@ def _sampled(gradient: torch.Tensor) -> torch.Tensor:
     flat = gradient.detach().reshape(-1)
     # On the host, to leave the device's memory to the passes.
     return flat[:: max(-(-flat.numel() // _COMPARED), 1)].cpu().clone()
+
+
+def _same_buffer(whole: Outcome, cut: Outcome, name: str, tolerance: float) -> bool:
+    """Return whether a buffer has the same values after the passes under both plans."""
+    if name not in whole.buffers or name not in cut.buffers:
+        return False
+    (before, one), (_, other) = whole.buffers[name], cut.buffers[name]
+    if torch.equal(one, other):
+        return True
+    if not one.shape == other.shape == before.shape:
+        return False
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    one, other, before = one.to(wide), other.to(wide), before.to(wide)
+    bound = tolerance * torch.linalg.vector_norm(one - before) + _ROUNDING * torch.linalg.vector_norm(one)
+    return bool(torch.linalg.vector_norm(one - other) <= bound)
 
 
 def _difference(one: Outcome, two: Outcome) -> float | None:
