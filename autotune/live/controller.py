@@ -148,8 +148,8 @@ class Pilot:
 
     @property
     def calls(self) -> int:
-        """Calls of a unit per recent forward pass, divided by its calls when it was profiled."""
-        return self._calls.ratio
+        """Usual calls of a unit per forward pass, divided by its calls when it was profiled."""
+        return self._calls.usual
 
     @property
     def locks(self) -> dict[str, str]:
@@ -205,7 +205,7 @@ class Pilot:
             # The share of reserved memory that steps leave unused is still being learnt.
             self._budget.read_device(self._fragments)
         budget = self._budget.read(self.step, self._fragments)
-        lesson = self._profiler.plan_for(ahead, budget) if learns else None
+        lesson = self._profiler.plan_for(ahead, self._allowed) if learns else None
         if self._agreement.many and self.attached.stage is Stage.ACT:
             plan = self._plan_together(ahead, lesson)
         else:
@@ -301,11 +301,13 @@ class Pilot:
     def after_step(self, step: Step) -> None:
         """Record a step, and make a decision if one is due."""
         self._end_probe()
-        self._calls.end_step()
-        peak, watched = self._peaks.end(), self._profiler.watching
+        odd = self._calls.end_step(self.step)
+        peak, watched = self._peaks.end(counts=not odd), self._profiler.watching
         if self._peaks.news:
             self._peaks.correct(self.phase.peak_bytes)
         self._take_news(self._profiler.end(step))
+        if (calls := self._profiler.knowledge.take_odd_calls()) > 1:
+            self._calls.note(self.step, calls)
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
         exceeds = peak > (self._budget.latest or math.inf)
@@ -483,10 +485,9 @@ class Pilot:
 
     def _unseen(self, plan: Plan, ahead: StepAhead) -> Plan | None:
         """Return a plan to learn from, in place of the one that the step is to run under; ``None`` to keep that."""
-        budget = self._budget.latest
-        if budget is None or not self.acting or self._agreement.many:
+        if self._allowed is None or not self.acting or self._agreement.many:
             return None
-        return self._profiler.try_unseen(plan, ahead, budget)
+        return self._profiler.try_unseen(plan, ahead, self._allowed)
 
     def _placed_plan(self, ahead: StepAhead, length: float, room: float) -> Plan:
         """Return the plan for a batch: the decided one, with the storage that fits the batch and the budget best."""
@@ -502,6 +503,9 @@ class Pilot:
             size = ahead.as_equal_pieces(ahead.largest_bytes, found.plan.accumulation_steps)
             measured = self._profiler.knowledge.peak_of(found.plan, size)
             least = found.least_bytes if measured is None else min(measured, found.least_bytes)
+            if self._calls.extra > 1:
+                # Steps with the usual calls may take more than is left for them.
+                room = usable(budget) - self._peaks.unforeseen
             self._least = least if least > room else None
         return found.plan
 
@@ -529,7 +533,19 @@ class Pilot:
     @property
     def _room(self) -> float:
         """Bytes that a plan may be predicted to need: the usable budget less what steps needed beyond predictions."""
-        return usable(self._budget.latest) - self._peaks.unforeseen
+        return usable(self._allowed) - self._peaks.unforeseen
+
+    @property
+    def _allowed(self) -> int | None:
+        """The budget in bytes for a step with the usual calls of units, within which one with more calls fits too."""
+        return self._with_usual_calls(self._budget.latest)
+
+    def _with_usual_calls(self, budget: int | None) -> int | None:
+        static = self._profiler.knowledge.static_bytes
+        if budget is None or budget <= static:
+            return budget
+        # Each call adds at most what the whole step needs.
+        return static + int((budget - static) / self._calls.extra)
 
     # Measurements.
 
@@ -594,7 +610,7 @@ class Pilot:
             window=window,
             reference=self._reference,
             previous_loss=self._previous_loss,
-            memory_budget_bytes=self._budget.announced,
+            memory_budget_bytes=self._with_usual_calls(self._budget.announced),
             batch_size=1 if placements is None else placements.profile.batch_size,
             adaptive=self.attached.adaptive,
             progress=min(self.step / total, 1.0) if total else 0.0,
@@ -620,7 +636,7 @@ class Pilot:
         policy, size, ks = self.decider.policy, profile.tables[0].batch_bytes, set(profile.space.accumulation_choices)
         if isinstance(policy, PlanningPolicy) and (size > _BEGIN_AGAIN * self._begun or ks > self._begun_ks):
             self._begun, self._begun_ks = size, ks
-            planner, budget = policy, self._budget.latest
+            planner, budget = policy, self._allowed
             try:
                 begun = self.decider.ask(lambda: planner.begin(profile, budget), _BEGIN_TIMEOUT_S)
             except any_error() as error:  # a policy that fails costs a trip, not the run
@@ -645,7 +661,7 @@ class Pilot:
         phase = self.phase = Profiled(
             profile,
             self.phase,
-            budget_bytes=self._budget.latest,
+            budget_bytes=self._allowed,
             square_share=square_share,
             largest_bytes=self._past.largest_bytes,
         )
@@ -670,7 +686,7 @@ class Pilot:
 
     def _begin_to_count(self) -> None:
         """Begin to count the calls of a unit if more calls could exceed a budget."""
-        acts = self.attached.stage is Stage.ACT and self._budget.latest is not None and not self._agreement.many
+        acts = self.attached.stage is Stage.ACT and self._budget.latest is not None
         if not acts or self._calls.counting or not self.phase.space.recomputable:
             return
         name = self.phase.space.recomputable[0]

@@ -25,6 +25,8 @@ from autotune.profiling.step_signature import Signature
 
 # Numbers of timed steps after which the profile is made again; no more steps than the last number are timed.
 RENEWED_AFTER = (2, 4, 8, 16, 32)
+# After this many traced steps in a row with other calls, these are the usual ones.
+_ODD = 8
 # A step that needs more memory per byte of its batch by this factor is unlike the traced steps.
 _DENSER = 1.02
 
@@ -54,6 +56,9 @@ class Knowledge:
         self.timed: list[TimedStep] = []
         self.latest_peak: int | None = None
         self.fragments = 0
+        # Calls per forward pass in a traced step with more than usual, divided by those; and how many traced steps in a
+        # row had other calls than those in the profile.
+        self._odd_calls, self._odd = 1, 0
         self._static = 0
         self._times: Counter[Plan] = Counter()
         self._batch_bytes: deque[int] = deque(maxlen=64)
@@ -71,6 +76,16 @@ class Knowledge:
         # are.
         self._peaks: dict[Plan, tuple[int, int, int]] = {}
         self._densities: dict[Plan, float] = {}
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes that are allocated before and after each step, from the last trace."""
+        return self._static
+
+    def take_odd_calls(self) -> int:
+        """Return the most calls per forward pass of a step traced since the last call, divided by the usual ones."""
+        found, self._odd_calls = self._odd_calls, 1
+        return found
 
     def leave_out(self, names: Collection[str]) -> None:
         """Discard the times of steps that recomputed units which may no longer be recomputed.
@@ -183,9 +198,9 @@ class Knowledge:
             RuntimeError: If it shows that the run cannot be profiled.
         """
         plan = use.plan
-        if self.seen and self._first.calls != trace.calls:
-            raise RuntimeError("the units are called differently from step to step")
         self.traces += 1
+        if self.seen and self._is_odd(trace.calls, signature):
+            return False
         self._static = use.static_bytes
         held = devices.allocated(self._attached.device)
         if held is not None:
@@ -272,6 +287,35 @@ class Knowledge:
     def _first(self) -> LiveTrace:
         return next(iter(self.seen.values()))
 
+    def _is_odd(self, calls: tuple[str, ...], signature: Signature) -> bool:
+        """Return whether a traced step made more calls than usual; if it made fewer, the former ones were odd.
+
+        Raises:
+            RuntimeError: If neither holds, so that units are called in no order that plans could count on.
+        """
+        usual, self._odd = self._first.calls, self._odd + 1
+        if calls == usual:
+            self._odd = 0
+        elif self._odd > _ODD or not self.plans_with(signature):
+            # The usual calls have changed.
+            self._forget_calls()
+        elif (more := _times_more(calls, usual)) is not None:
+            self._odd_calls = max(self._odd_calls, more)
+            return True
+        elif (more := _times_more(usual, calls)) is not None:
+            self._odd_calls = max(self._odd_calls, more)
+            self._forget_calls()
+        else:
+            raise RuntimeError("the units are called differently from step to step")
+        return False
+
+    def _forget_calls(self) -> None:
+        """Discard traced and timed steps, because steps call units in another order from now on."""
+        self.forget()
+        self.timed.clear()
+        self._times.clear()
+        self._odd = 0
+
     def _is_densest(self, plan: Plan, density: float, signature: Signature) -> bool:
         """Record how much memory a step needed per byte; return whether its trace belongs in the profile."""
         if not self.knows(signature):
@@ -291,3 +335,11 @@ class Knowledge:
             # Memory that the loop itself has allocated since the prediction is not due to the plan.
             measured = self.latest_peak - max(self._static - expected.static_bytes, 0)
             self.scores.append(Score(predicted_bytes=int(expected.peak_bytes), measured_bytes=measured))
+
+
+def _times_more(calls: tuple[str, ...], usual: tuple[str, ...]) -> int | None:
+    """Return how many times as often units were called, at most; ``None`` unless all were at least as often."""
+    those, others = Counter(calls), Counter(usual)
+    if those.keys() != others.keys() or not those > others:
+        return None
+    return max(math.ceil(those[name] / others[name]) for name in others)

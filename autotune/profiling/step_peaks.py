@@ -53,14 +53,20 @@ class StepPeaks:
         seen = devices.allocated(self._device)
         self._running = None if seen is None or not counts else (plan, size, budget_bytes, seen.peak)
 
-    def end(self) -> int | None:
-        """Return the peak of the current step; ``None`` if it is unknown or does not count."""
+    def end(self, *, counts: bool = True) -> int | None:
+        """Return the peak of the current step; ``None`` if it is unknown or does not count.
+
+        Args:
+            counts: whether the step was one that its plan's prediction is for.
+        """
         seen = devices.allocated(self._device)
         if seen is not None:
             self.retries = seen.retries
         if self._running is None or seen is None:
             return None
         (plan, size, budget, before), self._running = self._running, None
+        if not counts:
+            return seen.peak if seen.peak > before else None
         largest, peak = self._known.get(plan, (0, 0))
         if seen.peak > before:
             largest, peak = self._known[plan] = size, seen.peak

@@ -1,0 +1,129 @@
+"""Tests that the budget holds in loops that call the model more often in some steps than in others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_live import RESTLESS
+from torch import nn
+
+import autotune
+from autotune.live.step_uses import Tracing
+from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
+
+CPU, WIDTH = torch.device("cpu"), 64
+Calls = Callable[[int], int]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + self.down(F.gelu(self.up(rows)))
+
+
+class Run:
+    """A run whose steps call the model as often as a function tells.
+
+    Attributes:
+        budget: the memory budget in bytes, a share of what a step with one call needs.
+        peaks: the peak of each attached step in bytes.
+        locks: the locks in the end.
+        is_profiled: whether there was a profile in the end.
+        calls: calls of a unit in that profile.
+    """
+
+    def __init__(self, calls: Calls, share: float, steps: int, **attach: Any) -> None:
+        self._calls = calls
+        generator = torch.Generator().manual_seed(1)
+        self._batches = [torch.randn(16, 32, WIDTH, generator=generator) for _ in range(steps)]
+        self.peaks: list[int] = []
+        self.budget = int(share * max(self._unattached()))
+        model, optimizer = _new()
+        with autotune.attach(
+            model, optimizer, memory_budget_bytes=self.budget, limits=RESTLESS, runs_dir=None, **attach
+        ) as tuner:
+            for number, batch in enumerate(self._batches):
+                self._step(tuner, model, optimizer, number, batch)
+            self.locks = dict(tuner.locks)
+            profiler: Any = tuner._pilot._profiler  # type: ignore[union-attr]
+            self.is_profiled, self.calls = profiler.complete, profiler.knowledge.calls_of("0")
+
+    def over(self) -> list[int]:
+        """Return the numbers of the steps over the budget."""
+        return [number for number, peak in enumerate(self.peaks) if peak > self.budget]
+
+    def _unattached(self) -> list[int]:
+        model, optimizer = _new()
+        peaks = []
+        for batch in self._batches[:3]:
+            meter = MemoryMeter(CPU)
+            with meter.metering(resident_tensors(model, optimizer, [batch])):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            peaks.append(meter.peak_bytes or 0)
+        return peaks
+
+    def _step(self, tuner: Any, model: nn.Module, optimizer: Any, number: int, batch: torch.Tensor) -> None:
+        meter = MemoryMeter(CPU)
+        with contextlib.ExitStack() as stack:
+            for micro in tuner.micro_batches(batch):
+                # A traced step measures itself.
+                if not stack._exit_callbacks and not isinstance(tuner._pilot._profiler._use, Tracing):
+                    stack.enter_context(meter.metering(resident_tensors(model, optimizer, [batch])))
+                loss = model(micro).square().mean()
+                for again in range(1, self._calls(number)):
+                    loss = loss + 0.1 * model(micro * (1 + again / 10)).square().mean()
+                tuner.backward(loss)
+            tuner.step()
+            optimizer.zero_grad()
+        self.peaks.append(meter.peak_bytes or tuner.status["measured_peak_bytes"] or 0)
+
+
+def _new() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    return model, torch.optim.AdamW(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("every", [3, 10, *(pytest.param(gap, marks=pytest.mark.slow) for gap in (25, 90))])
+@pytest.mark.parametrize("mode", ["exact", pytest.param("rounding", marks=pytest.mark.slow)])
+def test_steps_with_a_second_call_fit_once_one_was_seen(every: int, mode: str) -> None:
+    run = Run(lambda number: 1 + (number % every == every - 1), 0.8, 4 * every + 40, mode=mode)
+    assert "profile" not in run.locks
+    assert run.is_profiled
+    assert run.over() in ([], [every - 1])
+
+
+def test_usual_calls_that_change_are_learnt_again() -> None:
+    run = Run(lambda number: 1 + (number >= 40), 1.1, 120, mode="exact")
+    assert "profile" not in run.locks
+    assert run.over() in ([], [40])
+    assert (run.is_profiled, run.calls) == (True, 2)
+
+
+@pytest.mark.parametrize("last", [0, 2, *(pytest.param(last, marks=pytest.mark.slow) for last in (1, 5))])
+def test_first_steps_with_more_calls_do_not_end_learning(last: int) -> None:
+    run = Run(lambda number: 1 + (number <= last), 0.8, 60, mode="exact")
+    assert "profile" not in run.locks
+    assert not run.over()
+    assert (run.is_profiled, run.calls) == (True, 1)
+
+
+def test_number_of_calls_may_vary_at_random() -> None:
+    draw = torch.Generator().manual_seed(5)
+    calls = torch.randint(1, 4, (100,), generator=draw).tolist()
+    run = Run(calls.__getitem__, 1.0, 100, mode="exact")
+    assert "profile" not in run.locks
+    assert run.is_profiled
+    # At most one step over for each number of calls that is seen for the first time.
+    assert len(run.over()) <= 2
+    assert not [number for number in run.over() if number > 20]
