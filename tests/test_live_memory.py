@@ -553,7 +553,7 @@ def over(steps: Sequence[CutStep], budget: int) -> list[CutStep]:
     return [step for step in steps if step.peak > budget and not step.tried]
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_batches_that_cannot_be_cut_equally_fit_and_are_predicted_as_they_are(seed: int) -> None:
     draw = np.random.default_rng(seed)
     sizes = [16, 16, 3, *draw.choice([3, 5, 9, 13, 16], 60)]

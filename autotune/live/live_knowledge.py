@@ -210,13 +210,16 @@ class Knowledge:
         # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
         whole, k = use.ahead.batch_bytes, plan.accumulation_steps
         size = min(whole, step.later_bytes or whole)
-        # Where only the first piece is larger, later ones, which come beside gradients, show less.
-        equal, largest = (use.ahead.as_equal_pieces(one, k, later=True) for one in (size, whole))
+        equal, largest, later = (
+            use.ahead.as_equal_pieces(size, k),
+            use.ahead.as_equal_pieces(whole, k, later=True),
+            use.ahead.as_equal_pieces(size, k, later=True),
+        )
         gradients = self._first.attribution.gradients if self.seen else None
         seen = LiveTrace(
             plan=plan,
             calls=trace.calls,
-            attribution=attribute(trace, recomputed_units(plan), gradients, silent_units(plan)),
+            attribution=attribute(trace, recomputed_units(plan), gradients, silent_units(plan), later / max(equal, 1)),
             batch_bytes=equal,
             traced_bytes=size,
             static_bytes=use.static_bytes,

@@ -64,6 +64,7 @@ def attribute(
     recomputed: Collection[str],
     gradients: Sequence[int] | None = None,
     silent: Collection[str] = (),
+    later_share: float = 1.0,
 ) -> Attribution:
     """Attribute the memory of a traced step to its segments.
 
@@ -74,6 +75,8 @@ def attribute(
             gradient counts once, although its segment varies from trace to trace; ``None`` takes this trace's.
         silent: names of the units of which the trace does not tell what they save; they keep what they receive if it
             stays until backward.
+        later_share: samples of the largest later micro-batch over those of the first one, at most 1. The peaks of later
+            micro-batches are returned as they would be if these were as large.
 
     Raises:
         EngineError: if the trace has no backward pass or no update.
@@ -113,7 +116,7 @@ def attribute(
             return 0, 0
         first = peaks.get((0, phase, index), 0) - base - first_gradients
         later = peaks.get((1, phase, index))
-        return first, 0 if later is None else later - base - total
+        return first, 0 if later is None else math.ceil((later - total) / later_share) - base
 
     return Attribution(
         saved=tuple(saved),

@@ -87,12 +87,10 @@ class Attempt:
         """
         around = Surroundings(model, own=own_attributes(model)) if self.training else None
         self.drew = around is not None and around.refusal is not None
-        state = _State(model)
+        trains, state = self.training and not self.drew, _State(model)
         modes = {module: module.training for module in model.modules()}
         for module, training in modes.items():
-            on = (
-                not isinstance(module, _DropoutNd) if self.training and not self.drew else isinstance(module, _NormBase)
-            )
+            on = not isinstance(module, _DropoutNd) if trains else isinstance(module, _NormBase)
             module.training = training and on
         own = model.__dict__.get("train")
         # Some loops set the model to training mode at each step, which must have no effect.
@@ -136,9 +134,9 @@ class _State:
         pairs = {
             name: (_sampled(one), _sampled(present[name]))
             for name, one in self._copies.items()
-            if name in present and one.layout is torch.strided
+            if name in present and one.layout is present[name].layout is torch.strided
         }
-        return {name: pair for name, pair in pairs.items() if not torch.equal(*pair)}
+        return {name: pair for name, pair in pairs.items() if not _equal(*pair)}
 
     def restore(self) -> None:
         """Restore attributes and buffers."""
@@ -208,7 +206,7 @@ def _same_buffer(whole: Outcome, cut: Outcome, name: str, tolerance: float) -> b
     if name not in whole.buffers or name not in cut.buffers:
         return False
     (before, one), (_, other) = whole.buffers[name], cut.buffers[name]
-    if torch.equal(one, other):
+    if _equal(one, other):
         return True
     if not one.shape == other.shape == before.shape:
         return False
@@ -216,6 +214,10 @@ def _same_buffer(whole: Outcome, cut: Outcome, name: str, tolerance: float) -> b
     one, other, before = one.to(wide), other.to(wide), before.to(wide)
     bound = tolerance * torch.linalg.vector_norm(one - before) + _ROUNDING * torch.linalg.vector_norm(one)
     return bool(torch.linalg.vector_norm(one - other) <= bound)
+
+
+def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.dtype == two.dtype and torch.equal(one, two)
 
 
 def _difference(one: Outcome, two: Outcome) -> float | None:
