@@ -14,7 +14,9 @@ from torch import nn
 
 import autotune
 from autotune.live.step_uses import Tracing
+from autotune.mechanics.controls import Switcher
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
+from autotune.profiling.unit_calls import UnitCalls
 
 CPU, WIDTH = torch.device("cpu"), 64
 Calls = Callable[[int], int]
@@ -127,3 +129,13 @@ def test_number_of_calls_may_vary_at_random() -> None:
     # At most one step over for each number of calls that is seen for the first time.
     assert len(run.over()) <= 2
     assert not [number for number in run.over() if number > 20]
+
+
+def test_burst_of_calls_is_forgotten_though_fewer_ones_go_on() -> None:
+    calls = UnitCalls(Switcher(nn.Sequential(nn.Linear(1, 1)), ["0"]))
+    for step in range(3000):
+        calls.note(step, 10 if step == 20 else 1 + (step % 10 == 9))
+        assert calls.usual == 1
+        if step in (20, 900):
+            assert calls.extra == 10
+    assert calls.extra == 2

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -174,17 +179,83 @@ class OwnNoise(Block):
 
 
 class Remembering(Block):
-    """Records each call in training, outside of its buffers."""
+    """Records in training outside of its buffers, but not how often it is called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.seen, self.total = 0, list[int](), torch.zeros(())
+        self.seen, self.total = list[int](), torch.zeros(())
+        self.sums: dict[str, Any] = {"rows": 0, "nested": [torch.zeros(1)]}
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.calls += 1
-            self.seen.append(len(rows))
-            self.total += 1
+            self.seen += [1] * len(rows)
+            self.sums["rows"] += len(rows)
+            self.sums["nested"][0] += len(rows)
+            self.total += len(rows)
+            self.latest = rows
+        return super().forward(rows)
+
+
+class Calls(Block):
+    """Counts its calls in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros(1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return super().forward(rows)
+
+
+class Teaching(Block):
+    """Keeps a slow copy of its weights, which are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            for weight in self.slow.parameters():
+                weight.data = 0.9 * weight.data + 0.1
+        return super().forward(rows)
+
+
+class Constants(Block):
+    """Has buffers of many kinds that no pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("nan", torch.tensor([math.nan, 1.0]))
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+        self.register_buffer("expanded", torch.ones(1).expand(4))
+        self.register_buffer("complex", torch.ones(2, dtype=torch.complex64))
+        with torch.inference_mode():
+            self.register_buffer("inferred", torch.ones(3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows * self.complex.real[0])
+
+
+class Feeding(Block):
+    """Holds what another thread writes to while batches are tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: deque[int] = deque(maxlen=10**6)
+        self.memory.extend(range(20_000))
+        self.loader: Queue[int] = Queue(maxsize=4)
+        self.thread = threading.Thread(target=self.fill, daemon=True)
+        self.thread.start()
+
+    def fill(self) -> None:
+        for number in range(200):
+            self.loader.put(number)
+            self.memory.append(number)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.001)
         return super().forward(rows)
 
 
@@ -213,7 +284,13 @@ def trained_blocks(kind: type[Block], dropout: nn.Module | None = None) -> tuple
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(OwnNorm, "depends on the others"), (Balanced, "depends on the others"), (Counting, "'0.mean'")],
+    [
+        (OwnNorm, "depends on the others"),
+        (Balanced, "depends on the others"),
+        (Counting, "'0.mean'"),
+        (Calls, "'0.calls'"),
+        (Teaching, "'0.slow.weight'"),
+    ],
 )
 @pytest.mark.parametrize("dropout", [None, nn.Dropout(0.1)])
 def test_what_couples_samples_in_training_alone_locks_k(
@@ -224,16 +301,43 @@ def test_what_couples_samples_in_training_alone_locks_k(
     assert reason in locks["accumulation_steps"]
 
 
-@pytest.mark.parametrize("kind", [Block, Dropping, OwnNoise])
-def test_random_numbers_lock_nothing(kind: type[Block]) -> None:
+@pytest.mark.parametrize("kind", [Block, Dropping, OwnNoise, Constants])
+def test_random_numbers_and_constants_lock_nothing(kind: type[Block]) -> None:
     _, pieces, locks = trained_blocks(kind, nn.Dropout(0.1))
     assert pieces > 40
     assert "accumulation_steps" not in locks
 
 
-def test_trials_leave_no_trace_in_the_state_of_modules() -> None:
-    model, pieces, locks = trained_blocks(Remembering)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_trials_leave_no_trace_in_the_state_of_modules(dropout: float) -> None:
+    class Drops(nn.Module):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return F.dropout(rows, dropout, self.training)
+
+    # If random numbers are drawn, trials run a second time, in evaluation mode.
+    model, _, locks = trained_blocks(Remembering, Drops())
     assert "accumulation_steps" not in locks
     for part in model.modules():
         if isinstance(part, Remembering):
-            assert part.calls == len(part.seen) == part.total == pieces > 40
+            rows = [len(part.seen), part.sums["rows"], int(part.sums["nested"][0]), int(part.total)]
+            assert rows == [8 * 40] * 4
+
+
+def test_untrained_weights_that_passes_write_to_are_restored() -> None:
+    model, _, _ = trained_blocks(Teaching)
+    torch.manual_seed(0)
+    weight = Teaching().slow.weight.data
+    for _ in range(40):
+        weight = 0.9 * weight + 0.1
+    assert isinstance(model, nn.Sequential)
+    assert torch.equal(model[0].slow.weight, weight)
+
+
+def test_trials_leave_to_other_threads_what_is_theirs() -> None:
+    """Entries of a loader's queue were once lost, and its thread never woke again."""
+    model, _, _ = trained_blocks(Feeding)
+    assert isinstance(model, nn.Sequential)
+    for part in (model[0], model[2]):
+        assert [part.loader.get(timeout=30) for _ in range(200)] == list(range(200))
+        part.thread.join(30)
+        assert list(part.memory)[20_000:] == list(range(200))

@@ -301,15 +301,14 @@ class Pilot:
     def after_step(self, step: Step) -> None:
         """Record a step, and make a decision if one is due."""
         self._end_probe()
-        odd = self._calls.end_step(self.step)
-        peak, watched = self._peaks.end(counts=not odd), self._profiler.watching
+        calls = self._calls.end_step()
+        peak, watched = self._peaks.end(counts=calls <= self._calls.usual), self._profiler.watching
         if self._peaks.news:
             self._peaks.correct(self.phase.peak_bytes)
         self._take_news(self._profiler.end(step))
-        if (calls := self._profiler.knowledge.take_odd_calls()) > 1:
-            self._calls.note(self.step, calls)
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
+        self._note_calls(max(calls, self._profiler.knowledge.take_odd_calls()), peak)
         exceeds = peak > (self._budget.latest or math.inf)
         if self._least is not None and (exceeds or not peak):
             exceeds = True
@@ -330,6 +329,14 @@ class Pilot:
         self._since_switch += 1
         if self.step % self.attached.limits.decide_every == 0:
             self._meet()
+
+    def _note_calls(self, calls: int, peak: int) -> None:
+        """Record how often a step called units, and what it needed over what one with the usual calls would have."""
+        static, expected = self._profiler.knowledge.static_bytes, self.phase.peak_bytes(self.plan, self._size)
+        needs = 1.0
+        if calls > self._calls.usual and peak and expected is not None and static < expected < math.inf:
+            needs = (peak - static) / (expected - static)
+        self._calls.note(self.step, calls, needs)
 
     def end_times(self, step: Step) -> None:
         """Note that the caller goes on after a step; steps that are watched or tried are not like others."""

@@ -199,14 +199,17 @@ class Knowledge:
         """
         plan = use.plan
         self.traces += 1
-        if self.seen and self._is_odd(trace.calls, signature):
-            return False
         self._static = use.static_bytes
         held = devices.allocated(self._attached.device)
         if held is not None:
             self.fragments = max(self.fragments, held.reserved_peak - held.peak)
         began = trace.times[0] - 1
         trace = replace(trace, changes=((began, use.gradient_bytes + use.older_bytes()), *trace.changes))
+        level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
+        needed = step.batch_bytes + max(level, 0)
+        self.latest_peak = use.static_bytes + needed
+        if self.seen and self._is_odd(trace.calls, signature):
+            return False
         # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
         whole, k = use.ahead.batch_bytes, plan.accumulation_steps
         size = min(whole, step.later_bytes or whole)
@@ -225,9 +228,6 @@ class Knowledge:
             static_bytes=use.static_bytes,
             seconds=seconds,
         )
-        level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
-        needed = step.batch_bytes + max(level, 0)
-        self.latest_peak = use.static_bytes + needed
         if use.expected is not None:
             self._score(use.expected, plan, max(step.batch_bytes, whole))
         former_law = self.growth.within, self.growth.beyond

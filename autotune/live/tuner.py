@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,7 @@ from autotune.mechanics.stepping import Count, Update, WholeTensors
 from autotune.plan import Plan
 from autotune.profiling.step_signature import Trained, contents_of, signature_of
 from autotune.profiling.trial_passes import Attempt, Outcome
+from autotune.profiling.trial_state import Untrained
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class LiveTuner:
         self._largest_bytes = 0
         # The outcome of the current trial pass; ``None`` in the step itself.
         self._beside: Attempt | None = None
+        self._untrained: Untrained | None = None
         # Until the model is seen to draw random numbers, apart from dropout.
         self._tries_in_training = True
         self._num_looked_at = 0
@@ -363,7 +365,11 @@ class LiveTuner:
 
     def _passes_beside(self, batch: Any, cutting: Cutting) -> Iterator[Any]:
         pilot, running = self._pilot, self._running
-        if pilot is None or running is None or not pilot.shadows:
+        if pilot is None or running is None:
+            return
+        if self._untrained is None and self._facts.mode is not Mode.EXACT:
+            self._safely(lambda _: self._watch_untrained())
+        if not pilot.shadows:
             return
         if any(isinstance(leaf, Iterator) for leaf in tree_leaves(batch)):
             self._safely(lambda pilot: pilot.lock_shadows("a batch of the run can be read only once"))
@@ -379,24 +385,7 @@ class LiveTuner:
             for parameter, _ in gradients:
                 parameter.grad = None
             for training in (True, False) if self._tries_in_training else (False,):
-                outcomes, drew, ran_out = [], False, False
-                for plan in pilot.shadows:
-                    self._beside = attempt = Attempt(training)
-                    with (
-                        pilot.trying(plan) as attempt.failures,
-                        attempt.undone(self._facts.model),
-                        self._keeping_buffers(),
-                    ):
-                        for piece, weight in cut(batch, plan.accumulation_steps, cutting, self._whole_tensors).weighed:
-                            self._weight = weight
-                            with self._synchronised(last=False):
-                                yield piece
-                    outcomes.append(attempt.outcome(self._update.parameters))
-                    drew |= attempt.drew
-                    ran_out |= any(map(devices.is_out_of_memory, attempt.failures))
-                    self._update.discard()
-                # All ranks run the same passes.
-                drew, ran_out = map(bool, self.largest([drew, ran_out]) or (False, False))
+                outcomes, drew, ran_out = yield from self._attempts(pilot, batch, cutting, training=training)
                 if ran_out or not (training and drew):
                     break
                 self._tries_in_training = False
@@ -410,6 +399,35 @@ class LiveTuner:
             pilot.spend(spent)
             self._times.begun()
         self._safely(lambda pilot: pilot.take_shadows(outcomes, ran_out=ran_out))
+
+    def _attempts(
+        self, pilot: Pilot, batch: Any, cutting: Cutting, *, training: bool
+    ) -> Generator[Any, None, tuple[list[Outcome], bool, bool]]:
+        """Yield the pieces of a batch under each plan to try.
+
+        Returns:
+            The outcomes; whether the passes drew random numbers, and whether memory ran out, on any rank.
+        """
+        outcomes, drew, ran_out = [], False, False
+        frozen = frozenset[str]() if self._untrained is None else self._untrained.written()
+        for plan in pilot.shadows:
+            self._beside = attempt = Attempt(training)
+            undone = attempt.undone(self._facts.model, frozen)
+            with pilot.trying(plan) as attempt.failures, undone, self._keeping_buffers():
+                for piece, weight in cut(batch, plan.accumulation_steps, cutting, self._whole_tensors).weighed:
+                    self._weight = weight
+                    with self._synchronised(last=False):
+                        yield piece
+            outcomes.append(attempt.outcome(self._update.parameters))
+            drew |= attempt.drew
+            ran_out |= any(map(devices.is_out_of_memory, attempt.failures))
+            self._update.discard()
+        # All ranks run the same passes.
+        drew, ran_out = map(bool, self.largest([drew, ran_out]) or (False, False))
+        return outcomes, drew, ran_out
+
+    def _watch_untrained(self) -> None:
+        self._untrained = Untrained(self._facts.model)
 
     def failed_beside(self, error: Exception) -> None:
         """Tell the tuner that a pass of :meth:`passes_beside` raised: its plan is locked, and the run goes on."""

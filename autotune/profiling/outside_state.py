@@ -115,7 +115,6 @@ class Surroundings:
         self._seen: list[_Seen] = []
         # Caches of functions, and their sizes: a copy of the unit may add its own results.
         self._caches: list[tuple[Any, int]] = []
-        self._generators: list[_Seen] = []
         # The unit's own parts are copied, or their attributes are watched.
         self._met: set[int] = set(map(id, module.modules()))
         self.refusal: str | None = None
@@ -143,11 +142,6 @@ class Surroundings:
             grown: whether to ignore items that were added at the end of a list or dictionary.
         """
         return next((one.name for one in self._seen if not one.is_same(grown=grown)), None)
-
-    @property
-    def drew(self) -> bool:
-        """Whether random numbers were drawn from a generator among the objects."""
-        return not all(one.is_same() for one in self._generators)
 
     def restore(self) -> None:
         """Restore all objects that have changed, and clear caches that were empty."""
@@ -259,8 +253,6 @@ class Surroundings:
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and found.then.copy is None:
                 self.refusal = f"its code can reach {name}, which it may change and which is too large to copy"
             self._seen.append(found)
-            if isinstance(value, _GENERATORS):
-                self._generators.append(found)
         for key, item in _items(value):
             self._take(f"{name}{key}", item, depth)
 
@@ -463,7 +455,6 @@ def _same_pairs(one: list[tuple[Any, Any]], two: list[tuple[Any, Any]]) -> bool:
     )
 
 
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator)
 _KINDS: tuple[tuple[Any, Callable[[str, Any], _Seen]], ...] = (
     ((list, deque), _sequence),
     (dict, _mapping),

@@ -26,10 +26,9 @@ class UnitCalls:
         self._switcher = switcher
         # For each recent step, calls per forward pass divided by those when the run was profiled.
         self._recent: deque[int] = deque([1], maxlen=_IN_A_ROW)
-        self._most = 1
-        # The last step with more calls than usual, and for how many steps another one is expected.
-        self._last: int | None = None
-        self._span = _STEPS
+        # For each number of calls that was more than usual, the last step with it, and for how many steps another
+        # one is expected.
+        self._more: dict[float, tuple[int, int]] = {}
         self._profiled: int | None = None
         self._passes = 0
         self._before_aside = 0
@@ -42,7 +41,7 @@ class UnitCalls:
     @property
     def extra(self) -> float:
         """Most calls that a step is expected to make per forward pass, divided by the usual ones; at least 1."""
-        return max(self._most / self.usual, 1.0)
+        return max(*self._more, self.usual) / self.usual if self._more else 1.0
 
     @property
     def counting(self) -> bool:
@@ -76,21 +75,24 @@ class UnitCalls:
         """Note that a forward pass begins."""
         self._passes += 1
 
-    def end_step(self, step: int) -> bool:
-        """Add the calls of a step, by its number; return whether they were more than usual."""
+    def end_step(self) -> int:
+        """Return a step's calls per forward pass, divided by those when the run was profiled; 1 if it is not known."""
         calls, passes, self._passes = self._before_aside + self._switcher.calls(), self._passes, 0
         if not calls or not passes or self._profiled is None:
-            return False
-        return self.note(step, max(math.ceil(calls / passes / self._profiled), 1))
+            return 1
+        return max(math.ceil(calls / passes / self._profiled), 1)
 
-    def note(self, step: int, ratio: int) -> bool:
-        """Record a step's calls per forward pass, divided by those when the run was profiled; see :meth:`end_step`."""
-        self._recent.append(ratio)
-        more = ratio > self.usual
-        if more:
-            if self._last is not None:
-                self._span = max(self._span, _GAPS * (step - self._last))
-            self._last, self._most = step, max(self._most, ratio)
-        elif self._last is not None and step - self._last > self._span:
-            self._most = 1
-        return more
+    def note(self, step: int, calls: int, needs: float = 1.0) -> None:
+        """Record a step.
+
+        Args:
+            step: number of the step.
+            calls: its calls per forward pass, divided by those when the run was profiled.
+            needs: memory that it needed over what a step with the usual calls would have; 1 if it is not known.
+        """
+        self._recent.append(calls)
+        if calls > self.usual:
+            most = round(max(calls, needs * self.usual), 1)
+            last, span = self._more.get(most, (step, _STEPS))
+            self._more[most] = step, max(span, _GAPS * (step - last))
+        self._more = {most: (last, span) for most, (last, span) in self._more.items() if step - last <= span}

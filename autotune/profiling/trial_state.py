@@ -1,0 +1,214 @@
+"""Record and restore the state of a model that passes over a batch may change, and tell how they changed it.
+
+This is what its modules hold: buffers, attributes, lists and dictionaries, tensors, generators, and those weights that
+are not trained but written to. Other objects are not looked into, because other threads may use them at the same time:
+a loader's queue, or the file of a logger.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pickle
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autotune.mechanics import devices
+from autotune.mechanics.copies import same_bits
+from autotune.mechanics.loop_signals import any_error
+
+logger = logging.getLogger(__name__)
+
+# Maximum number of elements of each tensor that are compared.
+_COMPARED = 4096
+# Tensors among attributes are restored up to this size, and containers up to this many items, to this depth.
+_MOST_BYTES, _MOST_ITEMS, _DEPTH = 2**22, 10_000, 3
+_MOST_VALUES = 50_000
+# Larger copies are made on the host: a step's memory plan has no room for them.
+_SMALL_BYTES = 2**20
+# Attributes that are not restored: they are not the user's, or are restored by themselves.
+_KEPT = frozenset(vars(nn.Module())) | {"forward"}
+# Packages whose modules change their attributes in step with other objects, which are not restored.
+_WRAPPERS = ("torch.distributed", "torch.nn.parallel", "deepspeed", "accelerate")
+# For each kind of generator, the functions that read and set its state.
+_GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], object]], ...] = (
+    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state),
+    (np.random.BitGenerator, lambda one: one.state, lambda one, then: setattr(one, "state", then)),
+)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class ModelState:
+    """The present state of a model.
+
+    Args:
+        model: the model.
+        frozen: names of untrained weights that are restored.
+    """
+
+    def __init__(self, model: nn.Module, frozen: Collection[str] = ()) -> None:
+        self._model = model
+        # Dictionaries that are restored as objects, and containers of which the contents are.
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: dict[str, Pair] = {}
+        # Generators, with the functions that read and set their state, and their pickled states.
+        self._generators: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], object], bytes]] = []
+        self._values = 0
+        for name, buffer in model.named_buffers():
+            _try(name, functools.partial(self._copy, name, buffer))
+        for name, weight in model.named_parameters() if frozen else ():
+            if name in frozen:
+                _try(name, functools.partial(self._copy, name, weight))
+        for path, part in model.named_modules():
+            self._held += [(part._buffers, part._buffers.copy())] if part._buffers else []
+            if not type(part).__module__.startswith(_WRAPPERS):
+                self._held.append((vars(part), vars(part).copy()))
+                for name, value in [*vars(part).items()]:
+                    if name not in _KEPT:
+                        _try(name, functools.partial(self._record, f"{path}.{name}" if path else name, value, _DEPTH))
+
+    @property
+    def drew(self) -> bool:
+        """Whether numbers were drawn from the model's own generators."""
+        return any(pickle.dumps(get(one)) != then for one, get, _, then in self._generators)
+
+    def changes(self) -> dict[str, Pair]:
+        """Return evenly spaced elements of each tensor that was written to, before and now, by name."""
+        found: dict[str, Pair] = {}
+        present = dict(self._model.named_buffers())
+
+        def compare(name: str, now: torch.Tensor, copy: torch.Tensor) -> None:
+            if not _same(now, copy):
+                found[name] = (sampled(copy), sampled(now))
+
+        for name, (tensor, copy) in self._tensors.items():
+            # A buffer may have been replaced.
+            _try(name, functools.partial(compare, name, present.get(name, tensor), copy))
+        return found
+
+    def restore(self) -> None:
+        """Restore the state; what cannot be is left as it is, with a warning."""
+        for held, then in self._held:
+            for name in held.keys() - then.keys() - _KEPT:
+                del held[name]
+            held.update((name, value) for name, value in then.items() if name not in _KEPT)
+        for container, then in self._containers:
+            _try("a container", functools.partial(_refill, container, then))
+        for name, (tensor, copy) in self._tensors.items():
+            _try(name, functools.partial(_write, tensor, copy))
+        for one, get, put, state in self._generators:
+            if pickle.dumps(get(one)) != state:
+                put(one, pickle.loads(state))  # noqa: S301 - made above
+
+    def _record(self, name: str, value: Any, depth: int) -> None:
+        self._values += 1
+        if self._values > _MOST_VALUES or isinstance(value, bool | int | float | str | bytes):
+            return
+        if isinstance(value, torch.Tensor):
+            if not value.requires_grad and value.nbytes <= _MOST_BYTES:
+                self._copy(name, value)
+        elif isinstance(value, list | deque | dict | set | tuple):
+            if depth and len(value) <= _MOST_ITEMS:
+                self._record_items(name, value, depth - 1)
+        else:
+            value = value.bit_generator if isinstance(value, np.random.Generator) else value
+            kinds = ((get, put) for kind, get, put in _GENERATORS if isinstance(value, kind))
+            self._generators += [(value, get, put, pickle.dumps(get(value))) for get, put in kinds]
+
+    def _record_items(self, name: str, value: Any, depth: int) -> None:
+        items = dict(value) if isinstance(value, dict) else list(value)
+        if not isinstance(value, tuple):
+            self._containers.append((value, items))
+        for place, item in enumerate(items.values() if isinstance(items, dict) else items):
+            self._record(f"{name}[{place}]", item, depth)
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            large = tensor.nbytes > _SMALL_BYTES
+            copy = tensor.detach().to("cpu", copy=True) if large else tensor.detach().clone()
+            self._tensors[name] = (tensor, copy)
+
+
+class Untrained:
+    """Finds the weights that are written to although they are not trained, such as a momentum encoder's.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._then = dict(self._now())
+
+    def written(self) -> frozenset[str]:
+        """Return the names of those that have changed."""
+        return frozenset(
+            name for name, one in self._now() if name not in self._then or not _same(one, self._then[name])
+        )
+
+    def _now(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in self._model.named_parameters():
+            # Reading a spread weight would need all ranks.
+            if not weight.requires_grad and type(weight.data) is torch.Tensor and not weight.is_meta:
+                yield name, sampled(weight)
+
+
+def _try(name: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except any_error() as error:  # the others are restored, and the run goes on
+        if devices.is_out_of_memory(error):
+            raise
+        logger.warning("trial passes may have changed %s: %s", name, error)
+
+
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return evenly spaced elements of a tensor, on the host, to leave the device's memory to the passes."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(-(-flat.numel() // _COMPARED), 1)].cpu().clone()
+
+
+def _same(one: torch.Tensor, copy: torch.Tensor) -> bool:
+    alike = one.layout is copy.layout and one.shape == copy.shape and one.dtype == copy.dtype
+    return alike and same_bits(one.detach().to(copy.device), copy)
+
+
+def _write(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    try:
+        unchanged = _same(tensor, copy)
+    except any_error():  # memory has run out, which writing does not need
+        unchanged = False
+    if unchanged:
+        return
+    with torch.no_grad():
+        # Through .data, which autograd ignores: a graph of the caller's own may need exactly these values.
+        if tensor.shape == copy.shape:
+            tensor.data.copy_(copy)
+        else:
+            tensor.data = copy.to(tensor.device)
+
+
+def _refill(container: Any, then: Any) -> None:
+    if isinstance(container, dict):
+        if list(map(id, container.values())) == list(map(id, then.values())) and list(container) == list(then):
+            return
+        container.clear()
+        for key, value in then.items():
+            container[key] = value
+    elif isinstance(container, set):
+        if container != set(then):
+            container.clear()
+            container.update(then)
+    elif list(map(id, container)) != list(map(id, then)):
+        container.clear()
+        container.extend(then)
