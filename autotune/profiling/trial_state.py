@@ -115,7 +115,8 @@ class ModelState:
         if self._values > _MOST_VALUES or isinstance(value, bool | int | float | str | bytes):
             return
         if isinstance(value, torch.Tensor):
-            if not value.requires_grad and value.nbytes <= _MOST_BYTES:
+            # Sparse tensors have no `nbytes`.
+            if not value.requires_grad and value.layout is torch.strided and value.nbytes <= _MOST_BYTES:
                 self._copy(name, value)
         elif isinstance(value, list | deque | dict | set | tuple):
             if depth and len(value) <= _MOST_ITEMS:
