@@ -20,6 +20,7 @@ from autotune.profiling.unit_calls import UnitCalls
 
 CPU, WIDTH = torch.device("cpu"), 64
 Calls = Callable[[int], int]
+Also = Callable[[nn.Module, torch.Tensor, int], torch.Tensor | float]
 
 
 class Block(nn.Module):
@@ -42,8 +43,8 @@ class Run:
         calls: calls of a unit in that profile.
     """
 
-    def __init__(self, calls: Calls, share: float, steps: int, **attach: Any) -> None:
-        self._calls = calls
+    def __init__(self, calls: Calls, share: float, steps: int, also: Also | None = None, **attach: Any) -> None:
+        self._calls, self._also = calls, also
         generator = torch.Generator().manual_seed(1)
         self._batches = [torch.randn(16, 32, WIDTH, generator=generator) for _ in range(steps)]
         self.peaks: list[int] = []
@@ -84,6 +85,8 @@ class Run:
                 loss = model(micro).square().mean()
                 for again in range(1, self._calls(number)):
                     loss = loss + 0.1 * model(micro * (1 + again / 10)).square().mean()
+                if self._also is not None:
+                    loss = loss + self._also(model, micro, number)
                 tuner.backward(loss)
             tuner.step()
             optimizer.zero_grad()
@@ -103,6 +106,28 @@ def test_steps_with_a_second_call_fit_once_one_was_seen(every: int, mode: str) -
     assert "profile" not in run.locks
     assert run.is_profiled
     assert run.over() in ([], [every - 1])
+
+
+def larger_batch(model: nn.Module, rows: torch.Tensor, number: int) -> torch.Tensor | float:
+    """Return the loss of a batch three times as large in every tenth step."""
+    return 0.1 * model(rows.repeat(3, 1, 1)).square().mean() if number % 10 == 9 else 0.0
+
+
+def penalty(model: nn.Module, rows: torch.Tensor, number: int) -> torch.Tensor | float:
+    """Return a penalty on the gradient with respect to the input in every tenth step."""
+    if number % 10 < 9:
+        return 0.0
+    rows = rows.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
+    return 0.1 * gradient.square().mean()
+
+
+@pytest.mark.parametrize(("also", "share"), [(larger_batch, 2.2), (penalty, 2.1)])
+def test_further_calls_that_need_more_than_usual_ones_are_measured(also: Also, share: float) -> None:
+    """Each tenth step once exceeded the budget by a half or by a third."""
+    run = Run(lambda _: 1, share, 60, also, mode="exact")
+    assert run.is_profiled
+    assert run.over() == [9]
 
 
 def test_usual_calls_that_change_are_learnt_again() -> None:

@@ -185,7 +185,7 @@ def test_a_comparison_on_a_busy_machine_repeats_its_runs_once_says_so_and_names_
         return record
 
     monkeypatch.setattr(comparison, "_run_arm", counting)
-    job = tiny_job.make(target=None, max_steps=12, evaluate_every=6)
+    job = tiny_job.make(target=None, max_steps=60, evaluate_every=30)
     found = autotune.compare(job, ["sqrt"], seeds=2, runs_dir=tmp_path)
     # After three repetitions that were disturbed too, the fourth run was not repeated.
     assert len(ran) == 7

@@ -333,10 +333,17 @@ class Pilot:
     def _note_calls(self, calls: int, peak: int) -> None:
         """Record how often a step called units, and what it needed over what one with the usual calls would have."""
         static, expected = self._profiler.knowledge.static_bytes, self.phase.peak_bytes(self.plan, self._size)
-        needs = 1.0
+        needs = None
         if calls > self._calls.usual and peak and expected is not None and static < expected < math.inf:
-            needs = (peak - static) / (expected - static)
+            # Gradients, which further calls share, are a smaller part of what fuller plans need.
+            shared = min(self._gradient_bytes, (expected - static) / 2)
+            needs = (peak - static - shared) / (expected - static - shared)
         self._calls.note(self.step, calls, needs)
+
+    @property
+    def _gradient_bytes(self) -> int:
+        groups = self.attached.optimizer.param_groups
+        return sum(one.nbytes for group in groups for one in group["params"] if one.requires_grad)
 
     def end_times(self, step: Step) -> None:
         """Note that the caller goes on after a step; steps that are watched or tried are not like others."""
@@ -455,6 +462,8 @@ class Pilot:
             plan = lesson if isinstance(self.phase, Unprofiled) else plan.changed(storage=lesson.storage)
         elif self._is_news(ahead, length):
             plan = profiler.look_at(ahead)
+        elif self._calls.is_unmeasured and self.acting and not self._agreement.many and profiler.complete:
+            plan = profiler.wait_for_calls(ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
             plan = self.phase.baseline
         elif (unseen := self._unseen(plan, ahead)) is not None:

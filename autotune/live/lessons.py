@@ -217,15 +217,16 @@ class Lessons:
         lean, of_k = self._allowed.leanest.storage, [p for p in self._knowledge.seen if p.accumulation_steps == k]
         return sum(plan.storage != lean for plan in of_k) >= TRACES - 1
 
-    def tracing(self, plan: Plan, expected: Expected | None = None) -> Use:
+    def tracing(self, plan: Plan, expected: Expected | None = None, *, waits: bool = False) -> Use:
         """Return a traced step.
 
         Args:
             plan: The plan that it runs under.
             expected: The peak that is predicted for it; ``None`` for none.
+            waits: Whether only a step with more calls of units than usual is of interest.
         """
         names = [unit.name for unit in self._allowed.space.units]
-        return Tracing(plan, self._attached, names, self.ahead, expected)
+        return Tracing(plan, self._attached, names, self.ahead, expected, waits=waits)
 
     def timing(self, plan: Plan) -> Use:
         """Return a timed step under a plan."""

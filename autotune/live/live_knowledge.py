@@ -198,7 +198,7 @@ class Knowledge:
             RuntimeError: If it shows that the run cannot be profiled.
         """
         plan = use.plan
-        self.traces += 1
+        self.traces += not use.waits
         self._static = use.static_bytes
         held = devices.allocated(self._attached.device)
         if held is not None:
@@ -208,7 +208,7 @@ class Knowledge:
         level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
         needed = step.batch_bytes + max(level, 0)
         self.latest_peak = use.static_bytes + needed
-        if self.seen and self._is_odd(trace.calls, signature):
+        if self.seen and (self._is_odd(trace.calls, signature) or use.waits):
             return False
         # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
         whole, k = use.ahead.batch_bytes, plan.accumulation_steps

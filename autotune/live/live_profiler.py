@@ -158,6 +158,14 @@ class LiveProfiler:
             self._use = self._lessons.new_shape(plan)
         return plan
 
+    def wait_for_calls(self, ahead: StepAhead) -> Plan:
+        """Trace the next step in case it calls units more often than usual; return its plan, as :meth:`look_at`."""
+        self._lessons.ahead = ahead
+        plan = self._lessons.leanest
+        if not _profiler_runs():
+            self._use = self._lessons.tracing(plan, waits=True)
+        return plan
+
     def knows_leanest(self, ahead: StepAhead) -> bool:
         """Return whether the plan that needs the least memory was traced with a batch as large as the next one.
 

@@ -134,6 +134,7 @@ class Tracing(Timing):
         tracer: The trace.
         ahead: The step.
         expected: The peak that was predicted for the step; ``None`` if none was.
+        waits: Whether only a step with more calls of units than usual is of interest.
         gradient_bytes: Bytes of the gradients that were alive when the step began.
         static_bytes: Bytes of the model, the optimizer's state and everything else that stays.
 
@@ -143,6 +144,7 @@ class Tracing(Timing):
         names: The names of the units.
         ahead: As the attribute.
         expected: As the attribute.
+        waits: As the attribute.
     """
 
     def __init__(
@@ -152,9 +154,12 @@ class Tracing(Timing):
         names: Iterable[str],
         ahead: StepAhead,
         expected: Expected | None = None,
+        *,
+        waits: bool = False,
     ) -> None:
         super().__init__(plan, attached, names)
         self.ahead = ahead
+        self.waits = waits
         self.expected = expected
         self.tracer: StepTracer | None = None
         self.gradient_bytes = 0

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from autotune.mechanics.controls import Switcher
 
@@ -13,6 +14,23 @@ from autotune.mechanics.controls import Switcher
 _IN_A_ROW = 16
 # A step with more calls is expected again for this many steps, or for this many times the largest gap between two.
 _STEPS, _GAPS = 1000, 4
+# Most steps that are traced to measure one with more calls.
+_LOOKS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _More:
+    """What is known of steps with a number of calls that is more than usual.
+
+    Attributes:
+        needs: the most memory that one needed over what a step with the usual calls would have; ``None`` if unknown.
+        last: number of the last one.
+        span: for how many steps another one is expected.
+    """
+
+    needs: float | None
+    last: int
+    span: int
 
 
 class UnitCalls:
@@ -26,9 +44,9 @@ class UnitCalls:
         self._switcher = switcher
         # For each recent step, calls per forward pass divided by those when the run was profiled.
         self._recent: deque[int] = deque([1], maxlen=_IN_A_ROW)
-        # For each number of calls that was more than usual, the last step with it, and for how many steps another
-        # one is expected.
-        self._more: dict[float, tuple[int, int]] = {}
+        # By the number of calls that was more than usual.
+        self._more: dict[int, _More] = {}
+        self._looks = _LOOKS
         self._profiled: int | None = None
         self._passes = 0
         self._before_aside = 0
@@ -40,8 +58,17 @@ class UnitCalls:
 
     @property
     def extra(self) -> float:
-        """Most calls that a step is expected to make per forward pass, divided by the usual ones; at least 1."""
-        return max(*self._more, self.usual) / self.usual if self._more else 1.0
+        """What a step is expected to need at most over what one with the usual calls does; at least 1.
+
+        A step of n times as many calls counts as n times as much, or as what it was measured to need if that is more.
+        """
+        found = (max(calls / self.usual, more.needs or 1.0) for calls, more in self._more.items())
+        return max(found, default=1.0)
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether steps should be traced until one with more calls is among them: none was measured, nor looked for."""
+        return self._looks > 0 and any(more.needs is None for more in self._more.values())
 
     @property
     def counting(self) -> bool:
@@ -82,17 +109,19 @@ class UnitCalls:
             return 1
         return max(math.ceil(calls / passes / self._profiled), 1)
 
-    def note(self, step: int, calls: int, needs: float = 1.0) -> None:
+    def note(self, step: int, calls: int, needs: float | None = None) -> None:
         """Record a step.
 
         Args:
             step: number of the step.
             calls: its calls per forward pass, divided by those when the run was profiled.
-            needs: memory that it needed over what a step with the usual calls would have; 1 if it is not known.
+            needs: memory that it needed over what a step with the usual calls would have; ``None`` if it is not known.
         """
         self._recent.append(calls)
+        self._looks -= self.is_unmeasured and self._looks > 0
         if calls > self.usual:
-            most = round(max(calls, needs * self.usual), 1)
-            last, span = self._more.get(most, (step, _STEPS))
-            self._more[most] = step, max(span, _GAPS * (step - last))
-        self._more = {most: (last, span) for most, (last, span) in self._more.items() if step - last <= span}
+            more = self._more.get(calls, _More(None, step, _STEPS))
+            known = [one for one in (needs, more.needs) if one is not None]
+            span = max(more.span, _GAPS * (step - more.last))
+            self._more[calls] = _More(max(known, default=None), step, span)
+        self._more = {calls: more for calls, more in self._more.items() if step - more.last <= more.span}
