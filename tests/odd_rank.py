@@ -160,6 +160,8 @@ def main() -> None:
     found = {name: globals()[name](mesh, folder) for name in sys.argv[3].split(",")}
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
+    # Threads of a group that outlives the interpreter may abort the process as it ends.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
