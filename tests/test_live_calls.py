@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from test_live import RESTLESS
+from test_live_coupled import Block
 from torch import nn
 
 import autotune
@@ -21,15 +21,6 @@ from autotune.profiling.unit_calls import UnitCalls
 CPU, WIDTH = torch.device("cpu"), 64
 Calls = Callable[[int], int]
 Also = Callable[[nn.Module, torch.Tensor, int], torch.Tensor | float]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows + self.down(F.gelu(self.up(rows)))
 
 
 class Run:
@@ -95,7 +86,7 @@ class Run:
 
 def _new() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(4)))
+    model = nn.Sequential(*(Block(WIDTH) for _ in range(4)))
     return model, torch.optim.AdamW(model.parameters(), 1e-3)
 
 
@@ -154,6 +145,24 @@ def test_number_of_calls_may_vary_at_random() -> None:
     # At most one step over for each number of calls that is seen for the first time.
     assert len(run.over()) <= 2
     assert not [number for number in run.over() if number > 20]
+
+
+def test_without_a_budget_no_step_is_run_lean_to_measure_further_calls() -> None:
+    model, optimizer = _new()
+    recomputed = 0
+    settings: dict[str, Any] = {"limits": RESTLESS, "runs_dir": None}
+    asked: list[int | None] = [10**9]
+    with autotune.attach(model, optimizer, mode="exact", memory_budget_bytes=lambda: asked[0], **settings) as tuner:
+        for number in range(60):
+            if number == 34:
+                asked[0] = None
+            for rows in tuner.micro_batches(torch.randn(4, 8, WIDTH)):
+                loss = model(rows).square().mean()
+                tuner.backward(loss + model(2 * rows).square().mean() if number == 33 else loss)
+            tuner.step()
+            optimizer.zero_grad()
+            recomputed += len(tuner.plan.recomputed) if number >= 34 else 0
+    assert recomputed == 0
 
 
 def test_burst_of_calls_is_forgotten_though_fewer_ones_go_on() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from queue import Queue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,9 @@ Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return rows + self.down(F.gelu(self.up(rows)))
@@ -167,15 +168,21 @@ class Dropping(Block):
 
 
 class OwnNoise(Block):
-    """Draws from a generator of its own."""
+    """Draws from generators of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.noise = torch.Generator().manual_seed(3)
+        self.noise, self.older = torch.Generator().manual_seed(3), np.random.RandomState(3)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         rows = super().forward(rows)
-        return rows + torch.randn(rows.shape, generator=self.noise) if self.training else rows
+        if not self.training:
+            return rows
+        return (
+            rows
+            + torch.randn(rows.shape, generator=self.noise)
+            + torch.from_numpy(self.older.randn(len(rows), 1, 1)).float()
+        )
 
 
 class Remembering(Block):
@@ -183,7 +190,7 @@ class Remembering(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen, self.total = list[int](), torch.zeros(())
+        self.seen, self.total, self.lengths = list[int](), torch.zeros(()), Counter[int]()
         self.sums: dict[str, Any] = {"rows": 0, "nested": [torch.zeros(1)]}
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -192,6 +199,7 @@ class Remembering(Block):
             self.sums["rows"] += len(rows)
             self.sums["nested"][0] += len(rows)
             self.total += len(rows)
+            self.lengths[rows.shape[1]] += len(rows)
             self.latest = rows
         return super().forward(rows)
 
@@ -319,8 +327,9 @@ def test_trials_leave_no_trace_in_the_state_of_modules(dropout: float) -> None:
     assert "accumulation_steps" not in locks
     for part in model.modules():
         if isinstance(part, Remembering):
-            rows = [len(part.seen), part.sums["rows"], int(part.sums["nested"][0]), int(part.total)]
-            assert rows == [8 * 40] * 4
+            rows = [len(part.seen), part.sums["rows"], int(part.sums["nested"][0]), int(part.total), part.lengths[16]]
+            assert rows == [8 * 40] * 5
+            assert list(part.lengths) == [16]
 
 
 def test_untrained_weights_that_passes_write_to_are_restored() -> None:

@@ -332,18 +332,20 @@ class Pilot:
 
     def _note_calls(self, calls: int, peak: int) -> None:
         """Record how often a step called units, and what it needed over what one with the usual calls would have."""
-        static, expected = self._profiler.knowledge.static_bytes, self.phase.peak_bytes(self.plan, self._size)
-        needs = None
-        if calls > self._calls.usual and peak and expected is not None and static < expected < math.inf:
-            # Gradients, which further calls share, are a smaller part of what fuller plans need.
-            shared = min(self._gradient_bytes, (expected - static) / 2)
-            needs = (peak - static - shared) / (expected - static - shared)
+        needs = self._needs_more(peak) if calls > self._calls.usual and peak else None
         self._calls.note(self.step, calls, needs)
 
-    @property
-    def _gradient_bytes(self) -> int:
-        groups = self.attached.optimizer.param_groups
-        return sum(one.nbytes for group in groups for one in group["params"] if one.requires_grad)
+    def _needs_more(self, peak: int) -> float | None:
+        """Return what a step needed over the prediction for its plan, both without what stays; ``None`` if unknown."""
+        static, expected = self._profiler.knowledge.static_bytes, self.phase.peak_bytes(self.plan, self._size)
+        if expected is None or not static < expected < math.inf:
+            return None
+        # Gradients, which further calls share, are a smaller part of what fuller plans need.
+        trained = (
+            one for group in self.attached.optimizer.param_groups for one in group["params"] if one.requires_grad
+        )
+        shared = min(sum(one.nbytes for one in trained), (expected - static) / 2)
+        return float((peak - static - shared) / (expected - static - shared))
 
     def end_times(self, step: Step) -> None:
         """Note that the caller goes on after a step; steps that are watched or tried are not like others."""
@@ -462,7 +464,7 @@ class Pilot:
             plan = lesson if isinstance(self.phase, Unprofiled) else plan.changed(storage=lesson.storage)
         elif self._is_news(ahead, length):
             plan = profiler.look_at(ahead)
-        elif self._calls.is_unmeasured and self.acting and not self._agreement.many and profiler.complete:
+        elif self._waits_for_calls:
             plan = profiler.wait_for_calls(ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
             plan = self.phase.baseline
@@ -487,6 +489,12 @@ class Pilot:
         if not known.knows(ahead.signature) or not self.placements.reaches(length):
             return True
         return self._least is not None and not self._profiler.knows_leanest(ahead)
+
+    @property
+    def _waits_for_calls(self) -> bool:
+        """Whether a step with more calls of units than usual must be measured, so that the budget holds in the next."""
+        able = self._profiler.complete and not self._agreement.many
+        return able and self.acting and self._budget.latest is not None and self._calls.is_unmeasured
 
     def _other_cut(self, plan: Plan, ahead: StepAhead, room: float) -> Plan | None:
         """Return the plan of trial passes that show whether a plan's cut keeps the gradient; ``None`` for none.

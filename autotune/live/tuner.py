@@ -333,7 +333,7 @@ class LiveTuner:
     # For frameworks that run forward, backward and update themselves.
 
     def begin_step(self, batch: Any) -> None:
-        """Tell the tuner that a step of the caller's own loop begins, before any forward pass, with no graph alive.
+        """Begin a step of the caller's own loop; call it before any forward pass, with no graph alive.
 
         Args:
             batch: its first micro-batch: any tree of tensors with samples in dimension 0; one without samples counts as
@@ -342,7 +342,7 @@ class LiveTuner:
         self._begin(batch, bounded=True)
 
     def next_micro_batch(self, batch: Any) -> None:
-        """Tell the tuner that another micro-batch of the step begins; nothing is switched before it.
+        """Begin another micro-batch of the step; nothing is switched before it.
 
         Args:
             batch: the micro-batch, as for :meth:`begin_step`.
@@ -430,7 +430,7 @@ class LiveTuner:
         self._untrained = Untrained(self._facts.model)
 
     def failed_beside(self, error: Exception) -> None:
-        """Tell the tuner that a pass of :meth:`passes_beside` raised: its plan is locked, and the run goes on."""
+        """Record that a pass of :meth:`passes_beside` raised: its plan is locked, and the run goes on."""
         if self._beside is not None:
             # Without the frames, which would keep tensors alive.
             self._beside.failures.append(error.with_traceback(None))
@@ -472,7 +472,7 @@ class LiveTuner:
         return self._weight
 
     def accumulated(self, loss: torch.Tensor) -> None:
-        """Tell the tuner that the gradient of the current micro-batch has been accumulated.
+        """Record that the gradient of the current micro-batch has been accumulated.
 
         Args:
             loss: its share of the step's loss, detached.
@@ -485,13 +485,13 @@ class LiveTuner:
             self._running.pending = True
 
     def tell_phase(self, name: Phase) -> None:
-        """Tell the tuner that a micro-batch's ``forward`` or ``backward`` pass begins, or the ``update`` after it."""
+        """Begin a micro-batch's ``forward`` or ``backward`` pass, or the ``update`` after it."""
         self._tell_phase(name)
 
     def end_step(
         self, *, losses: Sequence[torch.Tensor] | None = None, norm: float = float("nan"), stepped: bool = True
     ) -> None:
-        """Tell the tuner that the step has ended, after its update was made and its gradients were cleared.
+        """End the step, after its update was made and its gradients were cleared.
 
         Args:
             losses: weighted losses of its micro-batches, detached; ``None`` for those of :meth:`accumulated`.

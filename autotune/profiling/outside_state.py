@@ -52,7 +52,7 @@ _WEAK: tuple[type, ...] = (weakref.ReferenceType, *weakref.ProxyTypes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Seen:
+class Seen:
     """One object and its recorded state.
 
     Attributes:
@@ -112,7 +112,7 @@ class Surroundings:
         handed: Sequence[Any] = (),
         named: bool = False,
     ) -> None:
-        self._seen: list[_Seen] = []
+        self._seen: list[Seen] = []
         # Caches of functions, and their sizes: a copy of the unit may add its own results.
         self._caches: list[tuple[Any, int]] = []
         # The unit's own parts are copied, or their attributes are watched.
@@ -292,7 +292,7 @@ def _names_in(module: nn.Module) -> frozenset[str]:
     return frozenset().union(*(names_in(function.__code__) for function in functions))
 
 
-def _snapshot(name: str, value: Any, named: frozenset[str] | None) -> _Seen | None:
+def _snapshot(name: str, value: Any, named: frozenset[str] | None) -> Seen | None:
     """Return an object with its current state; ``None`` if it cannot change, cannot be read, or is trained.
 
     Args:
@@ -302,9 +302,8 @@ def _snapshot(name: str, value: Any, named: frozenset[str] | None) -> _Seen | No
     """
     if isinstance(value, torch.Tensor) and (value.is_inference() or _is_trained(value)):
         return None
-    for kinds, seen in _KINDS:
-        if isinstance(value, kinds):
-            return seen(name, value)
+    if (found := snapshot_of(name, value)) is not None:
+        return found
     if isinstance(value, nn.Module):
         return _mapping(name, vars(value))
     if isinstance(value, type | FunctionType | BuiltinFunctionType | MethodType | ModuleType):
@@ -314,15 +313,20 @@ def _snapshot(name: str, value: Any, named: frozenset[str] | None) -> _Seen | No
     return _object(name, value, named) if hasattr(value, "__dict__") or slots_of(type(value)) else None
 
 
-def _sequence(name: str, value: Any) -> _Seen:
-    return _Seen(name, lambda: list(value), list(value), lambda then: _refill(value, then), _same_items)
+def snapshot_of(name: str, value: Any) -> Seen | None:
+    """Return a container, array, tensor or generator with its current state; ``None`` for any other object."""
+    return next((seen(name, value) for kinds, seen in _KINDS if isinstance(value, kinds)), None)
 
 
-def _mapping(name: str, value: Any) -> _Seen:
-    return _Seen(name, lambda: list(value.items()), list(value.items()), lambda t: _refill(value, t), _same_pairs)
+def _sequence(name: str, value: Any) -> Seen:
+    return Seen(name, lambda: list(value), list(value), lambda then: _refill(value, then), _same_items)
 
 
-def _object(name: str, value: Any, named: frozenset[str] | None) -> _Seen:
+def _mapping(name: str, value: Any) -> Seen:
+    return Seen(name, lambda: list(value.items()), list(value.items()), lambda t: _refill(value, t), _same_pairs)
+
+
+def _object(name: str, value: Any, named: frozenset[str] | None) -> Seen:
     """Return an object with its current attributes, including those in slots."""
     # Bypass attribute methods of the object's class, except for thread-local attributes, where that is impossible.
     local = isinstance(value, threading.local)
@@ -337,43 +341,47 @@ def _object(name: str, value: Any, named: frozenset[str] | None) -> _Seen:
     def now() -> list[tuple[str, Any]]:
         return [(key, held) for key, held in attributes_of(value).items() if named is None or key in named]
 
-    return _Seen(name, now, now(), put, _same_pairs)
+    return Seen(name, now, now(), put, _same_pairs)
 
 
-def _bytes(name: str, value: Any) -> _Seen:
+def _bytes(name: str, value: Any) -> Seen:
     def put(then: bytes) -> None:
         value[:] = then
 
-    return _Seen(name, lambda: bytes(value), bytes(value), put, operator.eq)
+    return Seen(name, lambda: bytes(value), bytes(value), put, operator.eq)
 
 
-def _array(name: str, value: Any) -> _Seen:
-    return _Seen(name, value.copy, value.copy(), functools.partial(np.copyto, value), _same_arrays)
+def _array(name: str, value: Any) -> Seen:
+    return Seen(name, value.copy, value.copy(), functools.partial(np.copyto, value), _same_arrays)
 
 
 def _same_arrays(one: Any, two: Any) -> bool:
     return bool(np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"))
 
 
-def _set(name: str, value: Any) -> _Seen:
-    return _Seen(name, lambda: set(value), set(value), lambda then: _refill(value, then), operator.eq)
+def _set(name: str, value: Any) -> Seen:
+    return Seen(name, lambda: set(value), set(value), lambda then: _refill(value, then), operator.eq)
 
 
-def _torch_generator(name: str, value: Any) -> _Seen:
-    return _Seen(name, value.get_state, value.get_state(), value.set_state, torch.equal)
+def _torch_generator(name: str, value: Any) -> Seen:
+    return Seen(name, value.get_state, value.get_state(), value.set_state, torch.equal)
 
 
-def _python_generator(name: str, value: Any) -> _Seen:
-    return _Seen(name, value.getstate, value.getstate(), value.setstate, operator.eq)
+def _python_generator(name: str, value: Any) -> Seen:
+    return Seen(name, value.getstate, value.getstate(), value.setstate, operator.eq)
 
 
-def _numpy_generator(name: str, value: Any) -> _Seen:
+def _old_numpy_generator(name: str, value: Any) -> Seen:
+    return Seen(name, value.get_state, value.get_state(), value.set_state, lambda one, two: repr(one) == repr(two))
+
+
+def _numpy_generator(name: str, value: Any) -> Seen:
     bits = value.bit_generator
     put = functools.partial(setattr, bits, "state")
-    return _Seen(name, lambda: bits.state, bits.state, put, lambda one, two: repr(one) == repr(two))
+    return Seen(name, lambda: bits.state, bits.state, put, lambda one, two: repr(one) == repr(two))
 
 
-def _tensor(name: str, value: Any) -> _Seen:
+def _tensor(name: str, value: Any) -> Seen:
     dense = value.layout is torch.strided
     copy = value.detach().to("cpu", copy=True) if not dense or value.nbytes <= _MOST_BYTES else None
 
@@ -382,20 +390,20 @@ def _tensor(name: str, value: Any) -> _Seen:
         return one.version == two.version and (copy is None or not dense or same_bits(value.detach().cpu(), copy))
 
     then = _Values(value, value._version, copy)
-    return _Seen(name, lambda: _Values(value, value._version, None), then, lambda then: _write(value, then.copy), same)
+    return Seen(name, lambda: _Values(value, value._version, None), then, lambda then: _write(value, then.copy), same)
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
-def _cell(name: str, cell: CellType) -> _Seen:
+def _cell(name: str, cell: CellType) -> Seen:
     """Return a variable of a function's closure with its current value."""
     put = functools.partial(setattr, cell, "cell_contents")
-    return _Seen(name, lambda: cell.cell_contents, cell.cell_contents, put, _same)
+    return Seen(name, lambda: cell.cell_contents, cell.cell_contents, put, _same)
 
 
-def _name(where: dict[str, Any], name: str) -> _Seen:
+def _name(where: dict[str, Any], name: str) -> Seen:
     """Return a global name of a module with its current value; the name may be undefined."""
 
     def put(then: Any) -> None:
@@ -404,12 +412,12 @@ def _name(where: dict[str, Any], name: str) -> _Seen:
         else:
             where[name] = then
 
-    return _Seen(name, lambda: where.get(name, _name), where.get(name, _name), put, _same)
+    return Seen(name, lambda: where.get(name, _name), where.get(name, _name), put, _same)
 
 
-def _attribute(kind: type, name: str) -> _Seen:
+def _attribute(kind: type, name: str) -> Seen:
     then = vars(kind)[name]
-    return _Seen(f"{kind.__name__}.{name}", lambda: vars(kind).get(name), then, lambda t: setattr(kind, name, t), _same)
+    return Seen(f"{kind.__name__}.{name}", lambda: vars(kind).get(name), then, lambda t: setattr(kind, name, t), _same)
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
@@ -431,8 +439,11 @@ def _refill(value: Any, then: Any) -> None:
     value.clear()
     if isinstance(value, list | deque):
         value.extend(then)
-    else:
+    elif isinstance(value, set):
         value.update(then)
+    else:
+        for key, item in then:  # `Counter.update` would count the pairs
+            value[key] = item
 
 
 def _write(value: torch.Tensor, then: torch.Tensor | None) -> None:
@@ -455,7 +466,8 @@ def _same_pairs(one: list[tuple[Any, Any]], two: list[tuple[Any, Any]]) -> bool:
     )
 
 
-_KINDS: tuple[tuple[Any, Callable[[str, Any], _Seen]], ...] = (
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_KINDS: tuple[tuple[Any, Callable[[str, Any], Seen]], ...] = (
     ((list, deque), _sequence),
     (dict, _mapping),
     (set, _set),
@@ -463,6 +475,7 @@ _KINDS: tuple[tuple[Any, Callable[[str, Any], _Seen]], ...] = (
     (torch.Generator, _torch_generator),
     (random.Random, _python_generator),
     (np.random.Generator, _numpy_generator),
+    (np.random.RandomState, _old_numpy_generator),
     (np.ndarray, _array),
     (torch.Tensor, _tensor),
 )

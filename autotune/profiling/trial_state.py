@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import functools
 import logging
-import pickle
-import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from autotune.mechanics import devices
 from autotune.mechanics.copies import same_bits
 from autotune.mechanics.loop_signals import any_error
+from autotune.profiling.outside_state import GENERATORS, Seen, snapshot_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +34,6 @@ _SMALL_BYTES = 2**20
 _KEPT = frozenset(vars(nn.Module())) | {"forward"}
 # Packages whose modules change their attributes in step with other objects, which are not restored.
 _WRAPPERS = ("torch.distributed", "torch.nn.parallel", "deepspeed", "accelerate")
-# For each kind of generator, the functions that read and set its state.
-_GENERATORS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], object]], ...] = (
-    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
-    (random.Random, random.Random.getstate, random.Random.setstate),
-    (np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state),
-    (np.random.BitGenerator, lambda one: one.state, lambda one, then: setattr(one, "state", then)),
-)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -59,10 +50,9 @@ class ModelState:
         self._model = model
         # Dictionaries that are restored as objects, and containers of which the contents are.
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []
+        self._containers: list[Seen] = []
+        self._generators: list[Seen] = []
         self._tensors: dict[str, Pair] = {}
-        # Generators, with the functions that read and set their state, and their pickled states.
-        self._generators: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], object], bytes]] = []
         self._values = 0
         for name, buffer in model.named_buffers():
             _try(name, functools.partial(self._copy, name, buffer))
@@ -80,7 +70,7 @@ class ModelState:
     @property
     def drew(self) -> bool:
         """Whether numbers were drawn from the model's own generators."""
-        return any(pickle.dumps(get(one)) != then for one, get, _, then in self._generators)
+        return not all(one.is_same() for one in self._generators)
 
     def changes(self) -> dict[str, Pair]:
         """Return evenly spaced elements of each tensor that was written to, before and now, by name."""
@@ -102,13 +92,10 @@ class ModelState:
             for name in held.keys() - then.keys() - _KEPT:
                 del held[name]
             held.update((name, value) for name, value in then.items() if name not in _KEPT)
-        for container, then in self._containers:
-            _try("a container", functools.partial(_refill, container, then))
+        for one in (*self._containers, *self._generators):
+            _try(one.name, functools.partial(_put_back, one))
         for name, (tensor, copy) in self._tensors.items():
             _try(name, functools.partial(_write, tensor, copy))
-        for one, get, put, state in self._generators:
-            if pickle.dumps(get(one)) != state:
-                put(one, pickle.loads(state))  # noqa: S301 - made above
 
     def _record(self, name: str, value: Any, depth: int) -> None:
         self._values += 1
@@ -118,20 +105,12 @@ class ModelState:
             # Sparse tensors have no `nbytes`.
             if not value.requires_grad and value.layout is torch.strided and value.nbytes <= _MOST_BYTES:
                 self._copy(name, value)
-        elif isinstance(value, list | deque | dict | set | tuple):
-            if depth and len(value) <= _MOST_ITEMS:
-                self._record_items(name, value, depth - 1)
-        else:
-            value = value.bit_generator if isinstance(value, np.random.Generator) else value
-            kinds = ((get, put) for kind, get, put in _GENERATORS if isinstance(value, kind))
-            self._generators += [(value, get, put, pickle.dumps(get(value))) for get, put in kinds]
-
-    def _record_items(self, name: str, value: Any, depth: int) -> None:
-        items = dict(value) if isinstance(value, dict) else list(value)
-        if not isinstance(value, tuple):
-            self._containers.append((value, items))
-        for place, item in enumerate(items.values() if isinstance(items, dict) else items):
-            self._record(f"{name}[{place}]", item, depth)
+        elif isinstance(value, GENERATORS):
+            self._generators += filter(None, [snapshot_of(name, value)])
+        elif isinstance(value, list | deque | dict | set | tuple) and depth and len(value) <= _MOST_ITEMS:
+            self._containers += filter(None, [snapshot_of(name, value)])
+            for place, item in enumerate(list(value.values() if isinstance(value, dict) else value)):
+                self._record(f"{name}[{place}]", item, depth - 1)
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.layout is torch.strided and not tensor.is_meta:
@@ -179,6 +158,11 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: max(-(-flat.numel() // _COMPARED), 1)].cpu().clone()
 
 
+def _put_back(one: Seen) -> None:
+    if not one.is_same():
+        one.put(one.then)
+
+
 def _same(one: torch.Tensor, copy: torch.Tensor) -> bool:
     alike = one.layout is copy.layout and one.shape == copy.shape and one.dtype == copy.dtype
     return alike and same_bits(one.detach().to(copy.device), copy)
@@ -197,19 +181,3 @@ def _write(tensor: torch.Tensor, copy: torch.Tensor) -> None:
             tensor.data.copy_(copy)
         else:
             tensor.data = copy.to(tensor.device)
-
-
-def _refill(container: Any, then: Any) -> None:
-    if isinstance(container, dict):
-        if list(map(id, container.values())) == list(map(id, then.values())) and list(container) == list(then):
-            return
-        container.clear()
-        for key, value in then.items():
-            container[key] = value
-    elif isinstance(container, set):
-        if container != set(then):
-            container.clear()
-            container.update(then)
-    elif list(map(id, container)) != list(map(id, then)):
-        container.clear()
-        container.extend(then)
