@@ -113,7 +113,16 @@ def penalty(model: nn.Module, rows: torch.Tensor, number: int) -> torch.Tensor |
     return 0.1 * gradient.square().mean()
 
 
-@pytest.mark.parametrize(("also", "share"), [(larger_batch, 2.2), (penalty, 2.1)])
+def last_units(model: nn.Module, rows: torch.Tensor, number: int) -> torch.Tensor | float:
+    """Return a loss of the last two units alone, on a larger batch, in every tenth step."""
+    if number % 10 < 9:
+        return 0.0
+    for unit in list(model.children())[2:]:
+        rows = unit(rows.repeat(3, 1, 1))
+    return 0.1 * rows.square().mean()
+
+
+@pytest.mark.parametrize(("also", "share"), [(larger_batch, 2.2), (penalty, 2.1), (last_units, 3.0)])
 def test_further_calls_that_need_more_than_usual_ones_are_measured(also: Also, share: float) -> None:
     """Each tenth step once exceeded the budget by a half or by a third."""
     run = Run(lambda _: 1, share, 60, also, mode="exact")

@@ -709,15 +709,13 @@ class Pilot:
         )
 
     def _begin_to_count(self) -> None:
-        """Begin to count the calls of a unit if more calls could exceed a budget."""
+        """Begin to count the calls of units if more calls could exceed a budget."""
         acts = self.attached.stage is Stage.ACT and self._budget.latest is not None
         if not acts or self._calls.counting or not self.phase.space.recomputable:
             return
-        name = self.phase.space.recomputable[0]
-        self._calls.count(name, self._profiler.knowledge.calls_of(name))
+        calls_of = self._profiler.knowledge.calls_of
+        self._calls.count({name: calls_of(name) for name in self.phase.space.recomputable})
         self._switcher.apply(self.plan)
-        # Calls of earlier steps do not count.
-        self._switcher.calls()
 
     # Decisions.
 

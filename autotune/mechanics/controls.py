@@ -131,28 +131,29 @@ class Switcher:
         self._forwards: dict[str, ControlledForward] = {}
         self._places = _places(model, self._modules)
         self.hooks: dict[str, int] = {}
-        self._counted: str | None = None
+        self._counted: tuple[str, ...] = ()
         # The ``__dict__`` of each unit that the plan recomputes, with its name, and of each controlled unit.
         self._recomputed: list[tuple[str, dict[str, Any]]] = []
         self._attributes: list[dict[str, Any]] = []
 
-    def count(self, name: str) -> None:
-        """Count the calls of a unit from now on, under every plan."""
-        self._counted = name
+    def count(self, names: Iterable[str]) -> None:
+        """Count the calls of units from now on, under every plan."""
+        self._counted = tuple(names)
 
-    def calls(self) -> int:
-        """Return the counted unit's calls in training since this method was last called; 0 if no unit is counted."""
-        forward = None if self._counted is None else self._modules[self._counted].__dict__.get("forward")
-        if not isinstance(forward, ControlledForward):
-            return 0
-        calls, forward.calls = forward.calls, 0
-        return calls
+    def calls(self) -> dict[str, int]:
+        """Return the calls of each counted unit in training since this method was last called."""
+        found: dict[str, int] = {}
+        for name in self._counted:
+            forward = self._modules[name].__dict__.get("forward")
+            if isinstance(forward, ControlledForward):
+                found[name], forward.calls = forward.calls, 0
+        return found
 
     def apply(self, plan: Plan) -> None:
         """Apply a plan like :func:`apply`, without its checks; the plan must name only the switcher's units."""
         former, self._forwards, self._recomputed = self._forwards, {}, []
         for name, module in self._modules.items():
-            counted, storage = name == self._counted, plan.storage_of(name)
+            counted, storage = name in self._counted, plan.storage_of(name)
             _set(module, plan.precision_of(name), storage, passes_16_bit=False, stays=counted)
             if storage.recomputes:
                 self._recomputed.append((name, module.__dict__))

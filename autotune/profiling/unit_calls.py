@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class _More:
 
 
 class UnitCalls:
-    """Counts the calls of one unit, which represents all units.
+    """Counts the calls of a few units, which represent all units.
 
     Args:
         switcher: The switcher that counts them.
@@ -47,9 +47,10 @@ class UnitCalls:
         # By the number of calls that was more than usual.
         self._more: dict[int, _More] = {}
         self._looks = _LOOKS
-        self._profiled: int | None = None
+        # The calls of each counted unit per forward pass when the run was profiled.
+        self._profiled: dict[str, int] = {}
         self._passes = 0
-        self._before_aside = 0
+        self._before_aside: Counter[str] = Counter()
 
     @property
     def usual(self) -> int:
@@ -73,26 +74,27 @@ class UnitCalls:
     @property
     def counting(self) -> bool:
         """Whether calls are counted."""
-        return self._profiled is not None
+        return bool(self._profiled)
 
-    def count(self, name: str, profiled: int) -> None:
+    def count(self, profiled: Mapping[str, int]) -> None:
         """Begin to count.
 
         Args:
-            name: The unit.
-            profiled: Its calls per forward pass when the run was profiled.
+            profiled: The calls of each unit per forward pass when the run was profiled.
         """
-        self._profiled = max(profiled, 1)
-        self._switcher.count(name)
+        self._profiled = {name: max(profiled[name], 1) for name in representatives(profiled)}
+        self._switcher.count(self._profiled)
+        # Calls of earlier steps do not count.
+        self._switcher.calls()
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self._passes = self._before_aside = 0
+        self._passes, self._before_aside = 0, Counter()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Leave out what is called within: trial passes are not the loop's own."""
-        self._before_aside += self._switcher.calls()
+        self._before_aside.update(self._switcher.calls())
         try:
             yield
         finally:
@@ -103,11 +105,13 @@ class UnitCalls:
         self._passes += 1
 
     def end_step(self) -> int:
-        """Return a step's calls per forward pass, divided by those when the run was profiled; 1 if it is not known."""
-        calls, passes, self._passes = self._before_aside + self._switcher.calls(), self._passes, 0
-        if not calls or not passes or self._profiled is None:
-            return 1
-        return max(math.ceil(calls / passes / self._profiled), 1)
+        """Return a step's calls per forward pass, divided by those when the run was profiled; 1 if it is not known.
+
+        Of units that differ, the one that was called most often counts.
+        """
+        calls, passes, self._passes = self._before_aside + Counter(self._switcher.calls()), self._passes, 0
+        times = (math.ceil(calls[name] / max(passes, 1) / usual) for name, usual in self._profiled.items())
+        return max([1, *times]) if passes else 1
 
     def note(self, step: int, calls: int, needs: float | None = None) -> None:
         """Record a step.
@@ -125,3 +129,16 @@ class UnitCalls:
             span = max(more.span, _GAPS * (step - more.last))
             self._more[calls] = _More(max(known, default=None), step, span)
         self._more = {calls: more for calls, more in self._more.items() if step - more.last <= more.span}
+
+
+def representatives(names: Iterable[str]) -> list[str]:
+    """Return the first and the last unit of each list of modules, and every other unit.
+
+    Args:
+        names: The units in the order of their calls.
+    """
+    lists: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, key = name.rpartition(".")
+        lists.setdefault(f"{parent}." if key.isdigit() else name, []).append(name)
+    return [name for units in lists.values() for name in dict.fromkeys((units[0], units[-1]))]
