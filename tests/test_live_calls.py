@@ -130,6 +130,30 @@ def test_further_calls_that_need_more_than_usual_ones_are_measured(also: Also, s
     assert run.over() == [9]
 
 
+def two_kinds(model: nn.Module, rows: torch.Tensor, number: int) -> torch.Tensor | float:
+    """Return the loss of a quarter of the batch in every fourth step, and of three batches in every twentieth."""
+    if number % 4 < 3:
+        return 0.0
+    further = rows.repeat(3, 1, 1) if number % 20 == 19 else rows[:4]
+    return 0.1 * model(further).square().mean()
+
+
+def test_larger_ones_among_further_calls_are_measured_too() -> None:
+    """Each twentieth step once exceeded the budget, because a smaller one had been measured."""
+    run = Run(lambda _: 1, 2.2, 100, two_kinds, mode="exact")
+    assert run.is_profiled
+    assert set(run.over()) <= {3, 19}
+
+
+def test_calls_that_become_usual_for_a_while_do_not_end_the_run() -> None:
+    """The times of steps with other calls once made the profile fail, so that the budget was held no more."""
+    run = Run(lambda number: 3 if 20 <= number < 38 else 1, 1.2, 80, mode="exact")
+    assert "profile" not in run.locks
+    assert run.is_profiled
+    assert len(run.peaks) == 80
+    assert run.over() in ([], [20])
+
+
 def test_usual_calls_that_change_are_learnt_again() -> None:
     run = Run(lambda number: 1 + (number >= 40), 1.1, 120, mode="exact")
     assert "profile" not in run.locks
@@ -182,3 +206,11 @@ def test_burst_of_calls_is_forgotten_though_fewer_ones_go_on() -> None:
         if step in (20, 900):
             assert calls.extra == 10
     assert calls.extra == 2
+
+
+def test_steps_with_more_calls_that_come_rarely_are_expected_after_the_second() -> None:
+    calls = UnitCalls(Switcher(nn.Sequential(nn.Linear(1, 1)), ["0"]))
+    for step in range(4000):
+        if step % 1100 == 1099:
+            assert calls.extra == (2 if step > 2200 else 1)
+        calls.note(step, 1 + (step % 1100 == 1099))

@@ -61,6 +61,7 @@ class Knowledge:
         self._odd_calls, self._odd = 1, 0
         self._static = 0
         self._times: Counter[Plan] = Counter()
+        self._timed_calls: tuple[str, ...] = ()
         self._batch_bytes: deque[int] = deque(maxlen=64)
         self.forgotten = -1
         self.forget()
@@ -210,6 +211,10 @@ class Knowledge:
         self.latest_peak = use.static_bytes + needed
         if self.seen and (self._is_odd(trace.calls, signature) or use.waits):
             return False
+        if trace.calls != self._timed_calls:
+            # Times by segment are those of these calls.
+            self._forget_times()
+            self._timed_calls = trace.calls
         # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
         whole, k = use.ahead.batch_bytes, plan.accumulation_steps
         size = min(whole, step.later_bytes or whole)
@@ -315,9 +320,12 @@ class Knowledge:
     def _forget_calls(self) -> None:
         """Discard traced and timed steps, because steps call units in another order from now on."""
         self.forget()
+        self._forget_times()
+        self._odd = 0
+
+    def _forget_times(self) -> None:
         self.timed.clear()
         self._times.clear()
-        self._odd = 0
 
     def _is_densest(self, plan: Plan, density: float, signature: Signature) -> bool:
         """Record how much memory a step needed per byte; return whether its trace belongs in the profile."""

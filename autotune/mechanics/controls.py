@@ -34,7 +34,7 @@ class ControlledForward(StandIn):
         precision: the precision that the next call runs in.
         storage: the storage that the next call uses.
         passes_16_bit: whether 16-bit outputs are returned without a cast to fp32.
-        calls: number of calls in training under the plan since it was last reset.
+        calls: number of elements of the first tensor of each call in training; ``None`` if calls are not counted.
         failures: list of the exceptions that calls under the plan raise, after which the unit's original forward runs;
             ``None`` lets exceptions propagate.
     """
@@ -45,7 +45,7 @@ class ControlledForward(StandIn):
         self.storage = Storage.SAVE
         self.passes_16_bit = False
         self.suspended = False
-        self.calls = 0
+        self.calls: list[int] | None = None
         self.failures: list[Exception] | None = None
         self.recomputation = Recomputation(module)
 
@@ -56,7 +56,9 @@ class ControlledForward(StandIn):
         if self.suspended or transformed() or recorded():
             return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()
-        self.calls += trains
+        if trains and self.calls is not None:
+            given = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+            self.calls.append(0 if given is None else given.numel())
         try:
             run = self._bind(self.precision)
             act = ACTS.get(self.storage) if trains else None
@@ -140,13 +142,16 @@ class Switcher:
         """Count the calls of units from now on, under every plan."""
         self._counted = tuple(names)
 
-    def calls(self) -> dict[str, int]:
-        """Return the calls of each counted unit in training since this method was last called."""
-        found: dict[str, int] = {}
+    def calls(self) -> dict[str, list[int]]:
+        """Return the calls of each counted unit in training since this method was last called.
+
+        Each is the number of elements of its first tensor.
+        """
+        found: dict[str, list[int]] = {}
         for name in self._counted:
             forward = self._modules[name].__dict__.get("forward")
             if isinstance(forward, ControlledForward):
-                found[name], forward.calls = forward.calls, 0
+                found[name], forward.calls = forward.calls or [], []
         return found
 
     def apply(self, plan: Plan) -> None:
@@ -354,3 +359,4 @@ def _set(
     forward.precision = precision
     forward.storage = storage
     forward.passes_16_bit = passes_16_bit
+    forward.calls = (forward.calls or []) if stays else None

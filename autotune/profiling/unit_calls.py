@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ _IN_A_ROW = 16
 _STEPS, _GAPS = 1000, 4
 # Most steps that are traced to measure one with more calls.
 _LOOKS = 128
+# What such a step needs was measured with all recomputed; fuller plans may need a little more of it.
+_FULLER = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class _More:
 class UnitCalls:
     """Counts the calls of a few units, which represent all units.
 
+    A call counts once for each usual size of what the unit is handed, if the step has more calls than usual.
+
     Args:
         switcher: The switcher that counts them.
     """
@@ -44,13 +48,15 @@ class UnitCalls:
         self._switcher = switcher
         # For each recent step, calls per forward pass divided by those when the run was profiled.
         self._recent: deque[int] = deque([1], maxlen=_IN_A_ROW)
-        # By the number of calls that was more than usual.
+        # By the number of calls that was more than usual; those that are not expected any more are kept, too.
         self._more: dict[int, _More] = {}
-        self._looks = _LOOKS
-        # The calls of each counted unit per forward pass when the run was profiled.
+        self._step, self._looks = 0, _LOOKS
+        # The calls of each counted unit per forward pass when the run was profiled, and the elements that these had in
+        # the last step with the usual calls.
         self._profiled: dict[str, int] = {}
+        self._usual_elements: dict[str, float] = {}
         self._passes = 0
-        self._before_aside: Counter[str] = Counter()
+        self._before_aside: dict[str, list[int]] = {}
 
     @property
     def usual(self) -> int:
@@ -63,13 +69,13 @@ class UnitCalls:
 
         A step of n times as many calls counts as n times as much, or as what it was measured to need if that is more.
         """
-        found = (max(calls / self.usual, more.needs or 1.0) for calls, more in self._more.items())
+        found = (max(calls / self.usual, (more.needs or 0.0) * _FULLER) for calls, more in self._expected())
         return max(found, default=1.0)
 
     @property
     def is_unmeasured(self) -> bool:
         """Whether steps should be traced until one with more calls is among them: none was measured, nor looked for."""
-        return self._looks > 0 and any(more.needs is None for more in self._more.values())
+        return self._looks > 0 and any(more.needs is None for _, more in self._expected())
 
     @property
     def counting(self) -> bool:
@@ -89,12 +95,12 @@ class UnitCalls:
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self._passes, self._before_aside = 0, Counter()
+        self._passes, self._before_aside = 0, {}
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Leave out what is called within: trial passes are not the loop's own."""
-        self._before_aside.update(self._switcher.calls())
+        self._before_aside = self._taken()
         try:
             yield
         finally:
@@ -109,9 +115,17 @@ class UnitCalls:
 
         Of units that differ, the one that was called most often counts.
         """
-        calls, passes, self._passes = self._before_aside + Counter(self._switcher.calls()), self._passes, 0
-        times = (math.ceil(calls[name] / max(passes, 1) / usual) for name, usual in self._profiled.items())
-        return max([1, *times]) if passes else 1
+        found, passes = self._taken(), max(self._passes, 1)
+        times = {
+            name: len(found.get(name, ())) / passes / usual for name, usual in self._profiled.items() if self._passes
+        }
+        self.begin_step()
+        most = math.ceil(max(times.values(), default=1.0))
+        if most > self.usual:
+            sizes = (sum(found[name]) / self._usual_elements.get(name, math.inf) for name in times if name in found)
+            return max(most, math.ceil(self.usual * max(sizes, default=0.0)))
+        self._usual_elements.update((name, float(sum(own))) for name, own in found.items() if sum(own))
+        return max(most, 1)
 
     def note(self, step: int, calls: int, needs: float | None = None) -> None:
         """Record a step.
@@ -121,14 +135,23 @@ class UnitCalls:
             calls: its calls per forward pass, divided by those when the run was profiled.
             needs: memory that it needed over what a step with the usual calls would have; ``None`` if it is not known.
         """
+        self._step = step
         self._recent.append(calls)
         self._looks -= self.is_unmeasured and self._looks > 0
         if calls > self.usual:
+            if calls > max(self._more, default=0):
+                self._looks = _LOOKS
             more = self._more.get(calls, _More(None, step, _STEPS))
             known = [one for one in (needs, more.needs) if one is not None]
             span = max(more.span, _GAPS * (step - more.last))
             self._more[calls] = _More(max(known, default=None), step, span)
-        self._more = {calls: more for calls, more in self._more.items() if step - more.last <= more.span}
+
+    def _taken(self) -> dict[str, list[int]]:
+        return {name: self._before_aside.get(name, []) + own for name, own in self._switcher.calls().items()}
+
+    def _expected(self) -> list[tuple[int, _More]]:
+        """Return what is known of the numbers of calls that are expected again."""
+        return [(calls, more) for calls, more in self._more.items() if self._step - more.last <= more.span]
 
 
 def representatives(names: Iterable[str]) -> list[str]:
