@@ -135,6 +135,21 @@ def attach_alone() -> None:
         assert not any("forward" in vars(part) for part in model.modules())
 
 
+def cut_unevenly_sharded() -> None:
+    """Cut batches of a model of which the ranks hold unequal parts of a weight; its gradients cannot be flattened."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(13, WIDTH), *(fully_shard(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+    with autotune.attach(model, optimizer, mode="rounding", limits=LIMITS, runs_dir=None) as tuner:
+        for _ in range(8):
+            for micro in tuner.micro_batches(torch.randint(0, 13, (4, 6))):
+                tuner.backward(model(micro).square().mean())
+            tuner.step()
+        assert tuner.attached, tuner.detached_because
+        assert "accumulation_steps" not in tuner.locks, tuner.locks
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     run_all(sys.argv[1].split(","))
@@ -144,10 +159,13 @@ def main() -> None:
 def run_all(ways: list[str]) -> None:
     """Train in every way, alone and attached."""
     for way in ways:
-        if way == "attach_alone":
-            attach_alone()
+        if way in _APART:
+            _APART[way]()
         else:
             run({"skewed": skewed, "nested": nested, "halves": halves, "parallel": parallel}[way])
+
+
+_APART = {"attach_alone": attach_alone, "uneven": cut_unevenly_sharded}
 
 
 if __name__ == "__main__":

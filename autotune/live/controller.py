@@ -32,7 +32,7 @@ from autotune.live.rank_channel import Ranks
 from autotune.live.step_times import StepTimes, as_values, of_all_ranks
 from autotune.live.tripwires import Reading, Wires, compiled_graphs
 from autotune.measurement import Measurement
-from autotune.mechanics import controls
+from autotune.mechanics import controls, devices
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.step_trace import Phase
@@ -128,6 +128,8 @@ class Pilot:
         self._peaks = StepPeaks(attached.device)
         self._pressure: float | None = None
         self._cut_trials = CutTrials()
+        # What trial passes need on the device beside their plan.
+        self._copied_bytes = 0
         self._budget.read_device(self._fragments)
 
     @property
@@ -251,14 +253,17 @@ class Pilot:
         finally:
             self._switcher.apply(self.plan)
 
-    def take_shadows(self, outcomes: Sequence[Outcome], *, ran_out: bool) -> None:
+    def take_shadows(self, outcomes: Sequence[Outcome], *, copied_bytes: int, ran_out: bool) -> None:
         """Evaluate the trial passes; a choice that fails on one rank is locked on all.
 
         Args:
             outcomes: the outcomes of the passes under :attr:`shadows`, in the same order.
+            copied_bytes: bytes of the copies on the host by which the model's state was restored.
             ran_out: whether memory ran out in a pass of any rank: if the step itself also needs a larger k, the passes
                 are run again under that.
         """
+        if not devices.is_accelerator(self.attached.device):
+            self._copied_bytes = copied_bytes
         if ran_out and self._profiler.puts_off_shadows():
             return
         self._profiler.take_shadows(outcomes)
@@ -312,7 +317,7 @@ class Pilot:
         exceeds = peak > (self._budget.latest or math.inf)
         if self._least is not None and (exceeds or not peak):
             exceeds = True
-            self._budget.warn_unreachable(self.step, self._least, self._room)
+            self._budget.warn_unreachable(self.step, self._least + self._peaks.unforeseen)
         self.over_budget += exceeds
         barred = self._switcher.barred()
         self._take_news(bool(barred) and self._profiler.bar(barred))
@@ -503,9 +508,14 @@ class Pilot:
         """
         k, lean = plan.accumulation_steps, self._profiler.leanest.storage
         coarser = plan.changed(accumulation_steps=max(k // 2, 1), storage=lean)
-        if self.phase.fits(coarser, ahead.as_equal_pieces(ahead.largest_bytes, coarser.accumulation_steps), room):
+        finer = plan.changed(accumulation_steps=2 * k)
+        # The trial's own plan runs too, beside the copies that restore the model's state.
+        left = room - self._copied_bytes
+        if not self.phase.fits(plan, ahead.as_equal_pieces(ahead.largest_bytes, k), left):
+            return None
+        if self.phase.fits(coarser, ahead.as_equal_pieces(ahead.largest_bytes, coarser.accumulation_steps), left):
             return coarser
-        return plan.changed(accumulation_steps=2 * k) if k < ahead.samples else None
+        return finer if k < ahead.samples else None
 
     def _unseen(self, plan: Plan, ahead: StepAhead) -> Plan | None:
         """Return a plan to learn from, in place of the one that the step is to run under; ``None`` to keep that."""

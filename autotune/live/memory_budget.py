@@ -9,6 +9,7 @@ from autotune.budget import allocated_within, format_bytes
 from autotune.live.asked_budget import Size
 from autotune.live.attached import Attached
 from autotune.live.decision_log import DecisionLog
+from autotune.live.placement import usable
 from autotune.mechanics import devices
 
 logger = logging.getLogger(__name__)
@@ -76,13 +77,12 @@ class BudgetReader:
         least, self._least = self._least, None
         return _smaller(least, self.announced)
 
-    def warn_unreachable(self, step: int, least: float, room: float) -> None:
+    def warn_unreachable(self, step: int, least: float) -> None:
         """Warn, once, that no plan fits the budget, and name the smallest budget that can be met.
 
         Args:
             step: number of the step that begins.
-            least: bytes that the leanest plan is predicted to need; infinite if unknown.
-            room: bytes that plans may be predicted to need.
+            least: bytes that the leanest plan is expected to need; infinite if unknown.
         """
         if self._warned_unreachable or not math.isfinite(least):
             return
@@ -94,7 +94,7 @@ class BudgetReader:
             step,
             format_bytes(budget),
             format_bytes(least),
-            math.ceil(least * (budget or 1) / max(room, 1)),
+            math.ceil(least * max(budget, 1) / max(usable(budget), 1)),
         )
 
     def _asked(self, step: int) -> Size:

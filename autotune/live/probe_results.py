@@ -8,6 +8,8 @@ from autotune.live.step_uses import Probing
 
 # Steps after which uncalled units are locked: one step may leave out a unit by chance.
 _STEPS = 4
+_UNCALLED = "it was not called by itself (is the model compiled as a whole?)"
+_UNTRAINED = "it was only called without gradients, and keeps nothing"
 
 
 class ProbeResults:
@@ -26,6 +28,7 @@ class ProbeResults:
         self.autocast: torch.dtype | None = None
         self.uncalled: list[str] = []
         self._steps = 0
+        self._untrained: set[str] = set()
 
     def read(self, use: Probing) -> dict[str, str]:
         """Read the probes of a step.
@@ -48,8 +51,9 @@ class ProbeResults:
                 locks[name] = probe.reason
             elif probe.calls == 0:
                 self.uncalled.append(name)
+                self._untrained |= {name} if probe.runs_untrained else set()
         none_called = self._steps == 1 and len(self.uncalled) == len(use.probes)
         if none_called or self._steps == _STEPS:
-            locks |= dict.fromkeys(self.uncalled, "it was not called by itself (is the model compiled as a whole?)")
+            locks |= {name: _UNTRAINED if name in self._untrained else _UNCALLED for name in self.uncalled}
             self.uncalled = []
         return locks

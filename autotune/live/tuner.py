@@ -37,7 +37,7 @@ from autotune.mechanics.stepping import Count, Update, WholeTensors
 from autotune.plan import Plan
 from autotune.profiling.step_signature import Trained, contents_of, signature_of
 from autotune.profiling.trial_passes import Attempt, Outcome
-from autotune.profiling.trial_state import Untrained
+from autotune.profiling.trial_state import Writes
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,9 @@ class LiveTuner:
         self._largest_bytes = 0
         # The outcome of the current trial pass; ``None`` in the step itself.
         self._beside: Attempt | None = None
-        self._untrained: Untrained | None = None
+        # What the model writes to itself; ``None`` before the first step, and in mode ``exact``.
+        self._writes: Writes | None = None
+        self._is_first = True
         # Until the model is seen to draw random numbers, apart from dropout.
         self._tries_in_training = True
         self._num_looked_at = 0
@@ -367,8 +369,9 @@ class LiveTuner:
         pilot, running = self._pilot, self._running
         if pilot is None or running is None:
             return
-        if self._untrained is None and self._facts.mode is not Mode.EXACT:
-            self._safely(lambda _: self._watch_untrained())
+        self._is_first = self._writes is None
+        if self._writes is None and self._facts.mode is not Mode.EXACT:
+            self._safely(lambda _: self._watch_writes())
         if not pilot.shadows:
             return
         if any(isinstance(leaf, Iterator) for leaf in tree_leaves(batch)):
@@ -377,7 +380,7 @@ class LiveTuner:
         began = time.perf_counter()
         self._times.control()
         outcomes: list[Outcome] = []
-        ran_out = False
+        copied, ran_out = 0, False
         # Parameters of another optimizer may have gradients.
         parameters = (*self._facts.model.parameters(), *self._update.parameters)
         gradients = [(parameter, parameter.grad) for parameter in dict.fromkeys(parameters)]
@@ -385,7 +388,7 @@ class LiveTuner:
             for parameter, _ in gradients:
                 parameter.grad = None
             for training in (True, False) if self._tries_in_training else (False,):
-                outcomes, drew, ran_out = yield from self._attempts(pilot, batch, cutting, training=training)
+                outcomes, copied, drew, ran_out = yield from self._attempts(pilot, batch, cutting, training=training)
                 if ran_out or not (training and drew):
                     break
                 self._tries_in_training = False
@@ -398,36 +401,44 @@ class LiveTuner:
             running.own_s += spent
             pilot.spend(spent)
             self._times.begun()
-        self._safely(lambda pilot: pilot.take_shadows(outcomes, ran_out=ran_out))
+        self._safely(lambda pilot: pilot.take_shadows(outcomes, copied_bytes=copied, ran_out=ran_out))
 
     def _attempts(
         self, pilot: Pilot, batch: Any, cutting: Cutting, *, training: bool
-    ) -> Generator[Any, None, tuple[list[Outcome], bool, bool]]:
+    ) -> Generator[Any, None, tuple[list[Outcome], int, bool, bool]]:
         """Yield the pieces of a batch under each plan to try.
 
         Returns:
-            The outcomes; whether the passes drew random numbers, and whether memory ran out, on any rank.
+            The outcomes; the bytes of copies beside them; whether the passes drew random numbers, and whether memory
+            ran out, on any rank.
         """
-        outcomes, drew, ran_out = [], False, False
-        frozen = frozenset[str]() if self._untrained is None else self._untrained.written()
+        outcomes, copied, drew, ran_out = [], 0, False, False
+        self._look_at_writes(updated=True)
+        written = frozenset[str]() if self._writes is None else self._writes.names
         for plan in pilot.shadows:
             self._beside = attempt = Attempt(training)
-            undone = attempt.undone(self._facts.model, frozen)
+            undone = attempt.undone(self._facts.model, written)
             with pilot.trying(plan) as attempt.failures, undone, self._keeping_buffers():
                 for piece, weight in cut(batch, plan.accumulation_steps, cutting, self._whole_tensors).weighed:
                     self._weight = weight
                     with self._synchronised(last=False):
                         yield piece
             outcomes.append(attempt.outcome(self._update.parameters))
+            copied = max(copied, attempt.copied_bytes)
             drew |= attempt.drew
             ran_out |= any(map(devices.is_out_of_memory, attempt.failures))
             self._update.discard()
         # All ranks run the same passes.
         drew, ran_out = map(bool, self.largest([drew, ran_out]) or (False, False))
-        return outcomes, drew, ran_out
+        return outcomes, copied, drew, ran_out
 
-    def _watch_untrained(self) -> None:
-        self._untrained = Untrained(self._facts.model)
+    def _watch_writes(self) -> None:
+        self._writes = Writes(self._facts.model)
+
+    def _look_at_writes(self, *, updated: bool) -> None:
+        writes = self._writes
+        if writes is not None:
+            self._safely(lambda _: writes.look(updated=updated))
 
     def failed_beside(self, error: Exception) -> None:
         """Record that a pass of :meth:`passes_beside` raised: its plan is locked, and the run goes on."""
@@ -483,6 +494,8 @@ class LiveTuner:
         elif self._running is not None:
             self._running.losses.append(loss)
             self._running.pending = True
+            if self._is_first:
+                self._look_at_writes(updated=False)
 
     def tell_phase(self, name: Phase) -> None:
         """Begin a micro-batch's ``forward`` or ``backward`` pass, or the ``update`` after it."""

@@ -202,6 +202,7 @@ class _Again(AbstractContextManager[None]):
         if any(version_of(one) != version for one, version in self._versions):
             self.recomputation.bar_late(_OVERWRITTEN)
         stack = ExitStack()
+        stack.enter_context(ambient.out_of_batched_backward())
         flags = ambient.flags()
         if flags != self._flags:
             ambient.put(self._flags, flags)

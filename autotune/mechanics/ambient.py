@@ -7,7 +7,8 @@ recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,6 +90,27 @@ def put(wanted: list[Any], present: list[Any]) -> None:
     for (_, write), value, other in zip(_FLAGS, wanted, present, strict=True):
         if value != other and value is not None:
             write(*value) if isinstance(value, tuple) else write(value)
+
+
+@contextmanager
+def out_of_batched_backward() -> Iterator[None]:
+    """Run the body outside of a backward pass of several gradients at once (``is_grads_batched``), if one is running.
+
+    A recomputation has no dimension of gradients, and random operations are refused within one.
+    """
+    depth = _C._vmapmode_increment_nesting() - 1
+    for _ in range(depth + 1):
+        _C._vmapmode_decrement_nesting()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            _C._vmapmode_increment_nesting()
+
+
+def runs_backward() -> bool:
+    """Return whether autograd runs a backward pass on this thread."""
+    return bool(_C._current_graph_task_id() != -1)
 
 
 def transformed() -> bool:

@@ -24,7 +24,7 @@ from torch import nn
 
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, hooks_within
-from autotune.mechanics.ambient import interception, recorded, saving_hook
+from autotune.mechanics.ambient import interception, recorded, runs_backward, saving_hook
 from autotune.mechanics.controls import ControlledForward
 from autotune.mechanics.copies import CopyError
 from autotune.mechanics.devices import is_out_of_memory
@@ -46,6 +46,7 @@ class UnitProbe(StandIn):
         autocast: the dtype of the user's own autocast around the probed call; ``None`` for none.
         hooks: number of hooks on the unit's parts in the probed call.
         spent_s: seconds that the probe added to the forward pass.
+        runs_untrained: whether it was called without gradients.
 
     Args:
         module: the unit.
@@ -57,6 +58,7 @@ class UnitProbe(StandIn):
         self.calls = 0
         self.autocast: torch.dtype | None = None
         self.spent_s = 0.0
+        self.runs_untrained = False
         self.hooks = 0
         self._controlled = self._own if isinstance(self._own, ControlledForward) else None
         self._kept: list[Kept] = []
@@ -85,6 +87,7 @@ class UnitProbe(StandIn):
         if recorded():
             return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()
+        self.runs_untrained |= not trains
         if not self._is_free(args, kwargs, trains=trains):
             # The step's plan was chosen before it was known that it may not recompute the unit.
             untold, self._untold = self._untold, []
@@ -126,8 +129,11 @@ class UnitProbe(StandIn):
         self.hooks = hooks_within(self.module)
         device = _device_type(self.module, args, kwargs)
         self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        if self.reason is None and saving_hook() is not None:
+        # A reentrant checkpoint calls units with gradients only in the backward pass.
+        if self.reason is None and (saving_hook() is not None or runs_backward()):
             self.reason = "the loop's own checkpointing or saved-tensor hooks already decide what it keeps"
+        if self.reason is None and any(one.is_nested for one in tensors_in((args, kwargs))):
+            self.reason = "it is handed a nested tensor, which cannot be copied"
         if self.reason is None:
             began = time.perf_counter()
             with self._uncontrolled(), muted(self._untold):

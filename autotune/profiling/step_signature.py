@@ -123,8 +123,9 @@ def contents_of(batch: Any) -> Contents:
     if not found:
         shapes = _shapes_of_others(batch)
         return Contents(shapes=shapes, num_bytes=max(sum(map(math.prod, shapes)), 1), samples=1)
-    shapes = tuple([tuple(leaf.shape) for leaf in found])
-    samples = next((shape[0] for shape in shapes if shape), 1)
+    # The sizes of a nested tensor are not numbers, but those of what it holds are.
+    shapes = tuple([tuple((leaf.values() if leaf.is_nested else leaf).shape) for leaf in found])
+    samples = next((leaf.size(0) for leaf in found if leaf.dim()), 1)
     return Contents(shapes=shapes, num_bytes=max(content_bytes(found), 1), samples=max(samples, 1))
 
 

@@ -5,6 +5,7 @@ They show whether a batch may be cut, and how 16 bits change its gradient, which
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from autotune.mechanics import randomness
+from autotune.mechanics.loop_signals import any_error
 from autotune.profiling.trial_state import ModelState, Pair, sampled
+
+logger = logging.getLogger(__name__)
 
 # Largest relative difference of loss and gradient between a batch that is cut in two and the whole batch: in fp32, and
 # if the user's own autocast rounds to 16 bits.
@@ -56,6 +60,7 @@ class Attempt:
         failures: exceptions that the passes raised.
         changes: see :class:`Outcome`.
         drew: whether the passes drew random numbers, so that passes over other micro-batches differ.
+        copied_bytes: bytes of the copies by which the model's state was restored.
     """
 
     training: bool
@@ -63,22 +68,28 @@ class Attempt:
     failures: list[Exception] = field(default_factory=list)
     changes: dict[str, Pair] = field(default_factory=dict)
     drew: bool = False
+    copied_bytes: int = 0
 
     def outcome(self, parameters: Sequence[nn.Parameter]) -> Outcome:
         """Return the outcome, with the gradients that the passes accumulated in the parameters."""
-        gradients = [None if p.grad is None else sampled(p.grad) for p in parameters]
+        gradients: list[torch.Tensor | None] = []
+        try:
+            gradients += (None if p.grad is None else sampled(p.grad) for p in parameters)
+        except any_error() as error:  # a gradient that cannot be compared must not end the run
+            self.failures.append(error.with_traceback(None))
         failure = next((f"{type(error).__name__}: {error}" for error in self.failures), None)
         return Outcome(float(sum(self.losses)), gradients, self.changes, failure)
 
     @contextmanager
-    def undone(self, model: nn.Module, frozen: Collection[str]) -> Iterator[None]:
+    def undone(self, model: nn.Module, written: Collection[str]) -> Iterator[None]:
         """Run the body with dropout off, then restore the generators and the model's state.
 
         Args:
             model: the model; the caller must clear the gradients.
-            frozen: names of untrained weights that may be written to.
+            written: names of weights and large buffers that the model writes to.
         """
-        state, before = ModelState(model, frozen), randomness.capture()
+        state, before = ModelState(model, written), randomness.capture()
+        self.copied_bytes = state.copied_bytes
         modes = {module: module.training for module in model.modules()}
         for module, training in modes.items():
             on = not isinstance(module, _DropoutNd) if self.training else isinstance(module, _NormBase)
@@ -89,6 +100,9 @@ class Attempt:
         try:
             yield
             self.changes = state.changes()
+            if state.lost:
+                logger.warning("trial passes wrote to %s, which the model did not write to before", state.lost)
+                self.failures.append(RuntimeError(f"the model writes to {state.lost[0]!r}"))
         finally:
             self.drew = randomness.drawn(before) or state.drew
             del model.__dict__["train"]

@@ -1,8 +1,8 @@
 """Record and restore the state of a model that passes over a batch may change, and tell how they changed it.
 
 This is what its modules hold: buffers, attributes, lists and dictionaries, tensors, generators, and those weights that
-are not trained but written to. Other objects are not looked into, because other threads may use them at the same time:
-a loader's queue, or the file of a logger.
+the model itself writes to. Other objects are not looked into, because other threads may use them at the same time: a
+loader's queue, or the file of a logger.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autotune.mechanics import devices
 from autotune.mechanics.copies import same_bits
@@ -28,7 +30,8 @@ _COMPARED = 4096
 # Tensors among attributes are restored up to this size, and containers up to this many items, to this depth.
 _MOST_BYTES, _MOST_ITEMS, _DEPTH = 2**22, 10_000, 3
 _MOST_VALUES = 50_000
-# Larger copies are made on the host: a step's memory plan has no room for them.
+# Larger copies are made on the host: a step's memory plan has no room for them. Larger buffers are copied only if the
+# model was seen to write to them.
 _SMALL_BYTES = 2**20
 # Attributes that are not restored: they are not the user's, or are restored by themselves.
 _KEPT = frozenset(vars(nn.Module())) | {"forward"}
@@ -41,26 +44,35 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class ModelState:
     """The present state of a model.
 
+    Attributes:
+        copied_bytes: bytes of the copies.
+
     Args:
         model: the model.
-        frozen: names of untrained weights that are restored.
+        written: names of the weights and large buffers that are restored.
     """
 
-    def __init__(self, model: nn.Module, frozen: Collection[str] = ()) -> None:
+    def __init__(self, model: nn.Module, written: Collection[str] = ()) -> None:
         self._model = model
+        self.copied_bytes = 0
         # Dictionaries that are restored as objects, and containers of which the contents are.
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[Seen] = []
         self._generators: list[Seen] = []
         self._tensors: dict[str, Pair] = {}
+        # Weights and buffers that are not copied, with their numbers of writes.
+        self._left: dict[str, tuple[torch.Tensor, int]] = {}
         self._values = 0
-        for name, buffer in model.named_buffers():
-            _try(name, functools.partial(self._copy, name, buffer))
-        for name, weight in model.named_parameters() if frozen else ():
-            if name in frozen:
-                _try(name, functools.partial(self._copy, name, weight))
+        for name, tensor in _owned(model):
+            if name in written or not _is_large(tensor):
+                _try(name, functools.partial(self._copy, name, tensor))
+            elif type(tensor.data) is torch.Tensor and not tensor.is_inference():
+                self._left[name] = tensor, tensor._version
+        spread = any(type(weight.data) is not torch.Tensor for weight in model.parameters())
         for path, part in model.named_modules():
-            self._held += [(part._buffers, part._buffers.copy())] if part._buffers else []
+            # Spread weights are replaced by whole ones and back as the model runs.
+            tables = (part._buffers, part._modules, *(() if spread else (part._parameters,)))
+            self._held += [(table, table.copy()) for table in tables if table]
             if not type(part).__module__.startswith(_WRAPPERS):
                 self._held.append((vars(part), vars(part).copy()))
                 for name, value in [*vars(part).items()]:
@@ -72,10 +84,15 @@ class ModelState:
         """Whether numbers were drawn from the model's own generators."""
         return not all(one.is_same() for one in self._generators)
 
+    @property
+    def lost(self) -> list[str]:
+        """Names of weights and buffers that were written to and cannot be restored."""
+        return [name for name, (tensor, version) in self._left.items() if tensor._version != version]
+
     def changes(self) -> dict[str, Pair]:
         """Return evenly spaced elements of each tensor that was written to, before and now, by name."""
         found: dict[str, Pair] = {}
-        present = dict(self._model.named_buffers())
+        present = dict(_owned(self._model))
 
         def compare(name: str, now: torch.Tensor, copy: torch.Tensor) -> None:
             if not _same(now, copy):
@@ -103,8 +120,10 @@ class ModelState:
             return
         if isinstance(value, torch.Tensor):
             # Sparse tensors have no `nbytes`.
-            if not value.requires_grad and value.layout is torch.strided and value.nbytes <= _MOST_BYTES:
+            if value.is_leaf and value.layout is torch.strided and value.nbytes <= _MOST_BYTES:
                 self._copy(name, value)
+        elif isinstance(value, np.ndarray):
+            self._containers += filter(None, [snapshot_of(name, value) if value.nbytes <= _MOST_BYTES else None])
         elif isinstance(value, GENERATORS):
             self._generators += filter(None, [snapshot_of(name, value)])
         elif isinstance(value, list | deque | dict | set | tuple) and depth and len(value) <= _MOST_ITEMS:
@@ -117,30 +136,53 @@ class ModelState:
             large = tensor.nbytes > _SMALL_BYTES
             copy = tensor.detach().to("cpu", copy=True) if large else tensor.detach().clone()
             self._tensors[name] = (tensor, copy)
+            self.copied_bytes += copy.nbytes
 
 
-class Untrained:
-    """Finds the weights that are written to although they are not trained, such as a momentum encoder's.
+class Writes:
+    """Finds the weights and large buffers that a model writes to itself, such as a momentum encoder or a codebook.
 
     Args:
-        model: the model.
+        model: the model, before its first step.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._then = dict(self._now())
+        self._then = {name: sampled(tensor) for name, tensor in self._watched()}
+        self._names: set[str] = set()
 
-    def written(self) -> frozenset[str]:
-        """Return the names of those that have changed."""
-        return frozenset(
-            name for name, one in self._now() if name not in self._then or not _same(one, self._then[name])
-        )
+    def look(self, *, updated: bool) -> None:
+        """Note what has changed.
 
-    def _now(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in self._model.named_parameters():
+        Args:
+            updated: whether the optimizer has made an update, after which weights that it trains show nothing.
+        """
+        for name, tensor in self._watched():
+            if name in self._names or (updated and tensor.requires_grad):
+                continue
+            if name not in self._then or not _same(sampled(tensor), self._then[name]):
+                self._names.add(name)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of those that have changed."""
+        return frozenset(self._names)
+
+    def _watched(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in _owned(self._model):
             # Reading a spread weight would need all ranks.
-            if not weight.requires_grad and type(weight.data) is torch.Tensor and not weight.is_meta:
-                yield name, sampled(weight)
+            if _is_large(tensor) and type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
+                yield name, tensor
+
+
+def _owned(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_buffers()
+    yield from model.named_parameters()
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is copied only if it is seen to change: a weight, or a large buffer."""
+    return not tensor.is_meta and (isinstance(tensor, nn.Parameter) or tensor.nbytes > _SMALL_BYTES)
 
 
 def _try(name: str, call: Callable[[], object]) -> None:
@@ -153,8 +195,11 @@ def _try(name: str, call: Callable[[], object]) -> None:
 
 
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced elements of a tensor, on the host, to leave the device's memory to the passes."""
-    flat = tensor.detach().reshape(-1)
+    """Return evenly spaced elements of a tensor, on the host, to leave the device's memory to the passes.
+
+    Of a tensor that is spread over ranks, they are elements of this rank's part.
+    """
+    flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
     return flat[:: max(-(-flat.numel() // _COMPARED), 1)].cpu().clone()
 
 
