@@ -18,7 +18,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     live_rank.run_all(folder, ways)
     spread_rank.run_all(folder / "spread", ["resharded"])
-    apart_rank.run_all(["parallel", "attach_alone", "uneven"])
+    apart_rank.run_all(["parallel", "uneven", "attach_alone"])
     (folder / f"ended-{dist.get_rank()}").touch()
     dist.destroy_process_group()
 

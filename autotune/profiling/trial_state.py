@@ -171,7 +171,7 @@ class Writes:
     def _watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in _owned(self._model):
             # Reading a spread weight would need all ranks.
-            if _is_large(tensor) and type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
+            if _is_large(tensor) and type(tensor.data) is torch.Tensor:
                 yield name, tensor
 
 
@@ -182,7 +182,9 @@ def _owned(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_large(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is copied only if it is seen to change: a weight, or a large buffer."""
-    return not tensor.is_meta and (isinstance(tensor, nn.Parameter) or tensor.nbytes > _SMALL_BYTES)
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    return isinstance(tensor, nn.Parameter) or tensor.nbytes > _SMALL_BYTES
 
 
 def _try(name: str, call: Callable[[], object]) -> None:
