@@ -6,6 +6,7 @@ python .github/results.py    # write the page anew, after a benchmark ran
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -462,6 +463,34 @@ def published(found: Document) -> Iterator[str]:
     )
 
 
+def calibrate(found: Document) -> Iterator[str]:
+    """Yield estimated over measured times and peaks of jobs that the calibration did not run."""
+    rows = [row for row in found["checked"] if row["failure"] is None]
+
+    def errors(key: str) -> str:
+        own = [abs(row[f"predicted_{key}"] / row[f"measured_{key}"] - 1) for row in rows]
+        return f"{statistics.median(own):.1%} (median), {max(own):.1%} (largest)"
+
+    yield (
+        f"{found['threads']} threads, torch {found['torch']}; operators were measured in small networks of other "
+        f"shapes, in {found['seconds']:.0f} s. Errors of times: {errors('s')}; of peaks: {errors('peak_bytes')}."
+    )
+    yield from table(
+        ["job", "plan", "estimated", "measured", "ratio", "ratio of peaks"],
+        (
+            (
+                row["job"],
+                row["plan"],
+                f"{row['predicted_s']:.3f} s",
+                f"{row['measured_s']:.3f} s",
+                f"{row['predicted_s'] / row['measured_s']:.2f}",
+                f"{row['predicted_peak_bytes'] / row['measured_peak_bytes']:.3f}",
+            )
+            for row in rows
+        ),
+    )
+
+
 KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
     "demo": ("The demo", comparison),
     "search": ("Steps until a search has found its plan", search),
@@ -474,6 +503,7 @@ KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
     "peers": ("Techniques of other programs", peers),
     "operations": ("Errors of predictions, by operation", operations),
     "published": ("Estimates for many devices, against published runs", published),
+    "calibrate": ("Estimates from this machine's measured rates", calibrate),
     "gpu": ("On a GPU", gpu),
     "overhead": ("What measuring costs", overhead),
     "cluster": ("Several workers", cluster),

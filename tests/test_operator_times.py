@@ -13,7 +13,8 @@ from autotune.cli.main import run
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.mechanics.flops import step_flops
 from autotune.plan import Precision
-from autotune.profiling.operator_times import COMPUTE, MEMORY, OTHER, UPDATE, Rates, kind_of, operator_times
+from autotune.profiling.operator_kinds import OTHER, UPDATE, kind_of
+from autotune.profiling.operator_times import COMPUTE, MEMORY, Rates, operator_times
 
 # One operation and one byte take a second each, so predicted seconds are operations or bytes.
 UNIT = Rates(operations={Precision.FP32: 1.0}, bandwidth=1.0)

@@ -27,7 +27,8 @@ from autotune.mechanics.devices import device_kind
 from autotune.mechanics.processor_wait import is_disturbed
 from autotune.plan import Plan
 from autotune.profiling.job_shape import fixed_shape
-from autotune.profiling.operator_times import COMPUTE, KINDS, MEMORY, Rates, operator_times
+from autotune.profiling.operator_kinds import KINDS
+from autotune.profiling.operator_times import COMPUTE, MEMORY, Rates, operator_times
 from autotune.profiling.profile_cache import cached_profile
 from autotune.profiling.profiler import ProfilerOptions, calibration_plan
 

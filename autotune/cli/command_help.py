@@ -20,6 +20,11 @@ HELP: dict[str, tuple[str, ...]] = {
         "autotune plan --config config.json --seq 8192 --device h100 --devices 64,256 --tokens 1T --price 2.5USD",
         "autotune plan --layers 32 --hidden 4096 --heads 32 --vocab 128256 --seq 8192 --device h100 --devices 64",
     ),
+    "calibrate": (
+        "Measure this machine's rates for 'plan'.",
+        "autotune calibrate",
+        "autotune calibrate --check digits,charlm --output machine.json",
+    ),
     "tune": (
         "Find the fastest plan within a memory budget.",
         "autotune tune charlm --memory-budget 40%",

@@ -17,6 +17,7 @@ import typer
 from autotune import __version__
 from autotune.cli import (
     bench,
+    calibrate,
     compare,
     demo,
     doctor,
@@ -52,6 +53,7 @@ _COMMANDS = (
     demo,
     profile,
     plan,
+    calibrate,
     tune,
     knobs,
     train,

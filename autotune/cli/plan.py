@@ -33,7 +33,9 @@ def command(
     device: Annotated[
         str,
         typer.Option(
-            "--device", help="Device: b200, h100, a100, rtx4090, mi300x, ...", autocompletion=completion.devices
+            "--device",
+            help="Device: b200, h100, a100, rtx4090, mi300x, ...; or the file of autotune calibrate.",
+            autocompletion=completion.devices,
         ),
     ],
     job: Annotated[
@@ -150,16 +152,15 @@ def command(
 
 def _one_device(job: str, device: str, memory_budget: str | None, output: Path | None, *, as_json: bool) -> None:
     """Estimate a job on one device, unit by unit, and print the best plan."""
-    from autotune.budget import MemoryBudget, format_bytes
+    from autotune.budget import MemoryBudget
     from autotune.catalog import load_job
-    from autotune.cost_model.device_table import find_device
     from autotune.cost_model.solver import solve
     from autotune.errors import BudgetError
     from autotune.io.files import write_json
     from autotune.profiling.estimator import estimate
 
     given = None if memory_budget is None else MemoryBudget.parse(memory_budget)
-    spec, found = find_device(device), load_job(job)
+    spec, found = _device(device), load_job(job)
     with shared.Bars(shared.console(as_json=as_json)) as bars:
         bars.stage(f"estimate {found.name} on {spec.name}", 1)
         profile = estimate(found, spec, on_progress=bars.advance)
@@ -195,11 +196,17 @@ def _one_device(job: str, device: str, memory_budget: str | None, output: Path |
     console = shared.console(as_json=False)
     console.print(_table(rows, f"{found.name} on {spec.name}: estimated, not measured"))
     console.print(
-        f"Rates from {spec.source}. All peaks include {format_bytes(spec.workspace_bytes)} of library workspaces. "
-        f"{_limit(memory_budget, spec, budget)} "
+        f"Rates from {spec.source}. {_workspaces(spec)}{_limit(memory_budget, spec, budget)} "
         f"Measure on the device before you rely on it: autotune profile, then tune --method exact.",
         soft_wrap=True,
     )
+
+
+def _device(name: str) -> DeviceSpec:
+    from autotune.cost_model import machine_file
+    from autotune.cost_model.device_table import find_device
+
+    return machine_file.load(Path(name)) if machine_file.is_machine_file(name) else find_device(name)
 
 
 def _with_advice(error: BudgetError, profile: Profile) -> BudgetError:
@@ -225,16 +232,22 @@ def _budget(given: MemoryBudget | None, spec: DeviceSpec, profile: Profile) -> i
     return int(resolved * (1 - _HEADROOM)) if given.reserved else resolved
 
 
+def _workspaces(spec: DeviceSpec) -> str:
+    from autotune.budget import format_bytes
+
+    held = spec.workspace_bytes
+    return f"All peaks include {format_bytes(held)} of library workspaces. " if held else ""
+
+
 def _limit(given: str | None, spec: DeviceSpec, budget: int) -> str:
     """Return a sentence about the origin of the budget."""
     from autotune.budget import format_bytes
 
     if given is not None:
         return f"The budget is {format_bytes(budget)}."
-    return (
-        f"The budget is {format_bytes(budget)}: the driver's context takes {format_bytes(spec.context_bytes)} of "
-        f"{format_bytes(spec.memory_bytes)}, and {_HEADROOM:.0%} of the rest is left free."
-    )
+    of = f"of {format_bytes(spec.memory_bytes)}"
+    taken = f": the driver's context takes {format_bytes(spec.context_bytes)} {of}" if spec.context_bytes else f" {of}"
+    return f"The budget is {format_bytes(budget)}{taken}, and {_HEADROOM:.0%} of the rest is left free."
 
 
 def _rows(profile: Profile, best: Any, budget: int) -> list[dict[str, Any]]:

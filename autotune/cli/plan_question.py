@@ -111,7 +111,12 @@ def machine_of(asked: Asked) -> Machine:
     """
     from autotune.cost_model.cluster.choices import parse_rate
     from autotune.cost_model.cluster.machines import find_machine
+    from autotune.cost_model.machine_file import is_machine_file
 
+    if is_machine_file(asked.device):
+        raise InputError(
+            f"{asked.device} describes one device", where="--device", allowed="with --devices, a device of the table"
+        )
     found = find_machine(asked.device)
     found = replace(found, per_node=asked.per_node, node_link=found.node_rate * asked.per_node)
     if asked.link is not None:

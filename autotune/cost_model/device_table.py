@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from autotune.cost_model.measured_rates import MeasuredRates
 from autotune.errors import InputError
 from autotune.plan import Precision
 
@@ -57,6 +58,8 @@ class DeviceSpec:
         block_bytes: the allocator rounds every block up to a multiple of this; 1 if it does not round, as on a CPU.
         workspace_bytes: bytes that matrix products keep allocated.
         context_bytes: bytes of the capacity that the driver uses and no allocator counts.
+        is_cpu: whether it is a processor, not an accelerator.
+        measured: the rates of its operators, if they were measured.
     """
 
     name: str
@@ -69,11 +72,13 @@ class DeviceSpec:
     block_bytes: int = 1
     workspace_bytes: int = 0
     context_bytes: int = 0
+    is_cpu: bool = False
+    measured: MeasuredRates | None = None
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
         """Return fp32 and the device's best 16-bit precision: bf16 if supported, otherwise fp16."""
-        return (Precision.FP32, Precision.BF16 if Precision.BF16 in self.flops else Precision.FP16)
+        return (Precision.FP32, *[one for one in (Precision.BF16, Precision.FP16) if one in self.flops][:1])
 
     @property
     def usable_bytes(self) -> int:

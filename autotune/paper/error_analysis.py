@@ -31,7 +31,8 @@ from autotune.paper.table_3_ablation import (
 from autotune.paper.table_4_ranks import measure
 from autotune.paper.table_comparisons import Campaign, summarised
 from autotune.profiling.job_shape import fixed_shape
-from autotune.profiling.operator_times import COMPUTE, KINDS, MEMORY, Rates, operator_times
+from autotune.profiling.operator_kinds import KINDS
+from autotune.profiling.operator_times import COMPUTE, MEMORY, Rates, operator_times
 
 _Operators = dict[str, list[dict[str, Any]]]
 _WARM_UP = 3

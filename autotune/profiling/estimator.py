@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from autotune import knobs
 from autotune.choices import COMPILED_STORAGES, REDUCED_PRECISIONS
 from autotune.cost_model.device_table import DeviceSpec
+from autotune.cost_model.measured_rates import Work
 from autotune.cost_model.profile import Profile
 from autotune.engines.job_checks import accumulation_choices, ask, build_model, build_optimizer
 from autotune.errors import InputError, JobError
@@ -29,7 +30,6 @@ from autotune.job import Job
 from autotune.mechanics import controls, devices
 from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.memory_meter import resident_tensors
-from autotune.mechanics.precision import DTYPES
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.releasing import released
 from autotune.mechanics.step_trace import Phase
@@ -50,13 +50,14 @@ from autotune.profiling.homogeneous_plans import (
     without_copies,
 )
 from autotune.profiling.job_shape import fixed_shape, length_spread
+from autotune.profiling.operator_kinds import kind_of
 from autotune.profiling.profile_assembly import assemble
 from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_units, silent_units
 from autotune.units import Unit, units_of
 
 _MAX_TABLES = 4
 _NO_COPIES = "estimates do not know how fast a device copies to the host"
-_PRECISION_OF = {DTYPES[precision]: precision for precision in REDUCED_PRECISIONS if precision.is_16_bit}
+_PRECISION_OF = {precision.dtype: precision for precision in REDUCED_PRECISIONS if precision.is_16_bit}
 
 
 def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], None] | None = None) -> Profile:
@@ -141,7 +142,7 @@ class _FakeRun:
         self._model = build_model(job)
         self._model.train()
         self._optimizer = build_optimizer(job, self._model)
-        for group in self._optimizer.param_groups:
+        for group in () if device.is_cpu else self._optimizer.param_groups:
             if group.get("fused") is None and group.get("foreach", False) is None:
                 # Torch's default on a GPU, which needs temporary memory.
                 group["foreach"] = True
@@ -200,6 +201,12 @@ class _FakeRun:
             # The update, which includes the code between micro-batches, happens once.
             factor = 1.0 if place.phase == "update" else plan.accumulation_steps / micro_batches
             seconds[key] = seconds.get(key, 0.0) + value * factor
+        if self._device.measured is not None:
+            again = self._device.measured.recompute_s * plan.accumulation_steps
+            for number, name in enumerate(tracer.trace.calls):
+                if plan.storage_of(name).recomputes:
+                    key = ("backward", 2 * number + 1)
+                    seconds[key] = seconds.get(key, 0.0) + again
         held = self._bytes(tensors(self._batch)) * (1 if self.space.k_splits else plan.accumulation_steps)
         traced = TracedStep(
             plan=plan,
@@ -229,11 +236,15 @@ class _FakeRun:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _operator_time(self, operations: float, moved: float, dtype: torch.dtype, convolution: bool) -> float:
+    def _operator_time(self, work: Work) -> float:
+        if self._device.measured is not None:
+            return self._device.measured.seconds(work, kind_of(work.operator))
         # This process's settings apply: by default, convolutions may round to TF32, but matrix products may not.
+        convolution = "convolution" in work.operator
         rounds = devices.gpu_arithmetic()["convolutions" if convolution else "matrix products"] == "tf32"
         tf32 = rounds and (self._device.tf32_convolutions or not convolution)
-        return self._device.seconds(operations, moved, _PRECISION_OF.get(dtype, Precision.FP32), tf32=tf32)
+        precision = _PRECISION_OF.get(work.dtype, Precision.FP32)
+        return self._device.seconds(work.operations, work.moved_bytes, precision, tf32=tf32)
 
     def _bytes(self, values: list[torch.Tensor]) -> int:
         """Return the bytes that the device's allocator counts for the storages of fake tensors, each once."""

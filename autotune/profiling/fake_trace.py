@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from autotune.cost_model.measured_rates import Work
 from autotune.mechanics.step_trace import Place, StepTracer
 from autotune.mechanics.watching_hooks import yielding_saved_hooks
 
-# Returns the seconds of an operator from its floating-point operations, the bytes that it moves, its data type, and
-# whether it is a convolution.
-OperatorTime = Callable[[float, float, torch.dtype, bool], float]
+# Returns the estimated seconds of a call of an operator.
+OperatorTime = Callable[[Work], float]
 
 
 @contextmanager
@@ -189,11 +189,8 @@ class FakeTracer(StepTracer):
             self._see_storage(tensor.untyped_storage())
         views = all(self._address(tensor) in given for tensor in made) and not func._schema.is_mutable
         if self.watch.places and not views:
-            seconds = self._seconds(func, args, kwargs, result)
+            seconds = self._operator_time(work_of(func, args, kwargs, result))
             self.seconds[self.watch.place] = self.seconds.get(self.watch.place, 0.0) + seconds
-
-    def _seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        return self._operator_time(*work_of(func, args, kwargs, result), "convolution" in str(func._overloadpacket))
 
     def _see_storage(self, storage: Any) -> None:
         address = storage._cdata
@@ -219,12 +216,20 @@ class FakeTracer(StepTracer):
         return address
 
 
-def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, float, torch.dtype]:
-    """Return an operator's floating-point operations, the bytes that it reads and writes, and its data type."""
+def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
+    """Return what a call of an operator computes and moves."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
     moved = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
     formats = [leaf.dtype for leaf in leaves if leaf.is_floating_point()]
-    return _operations(func, args, kwargs, result), moved, formats[0] if formats else torch.int64
+    name = str(func._overloadpacket)
+    if "scaled_dot_product" in name and isinstance(args[0], torch.Tensor):
+        name = f"{name}/{args[0].shape[-1]}"
+    return Work(
+        operator=name,
+        operations=_operations(func, args, kwargs, result),
+        moved_bytes=moved,
+        dtype=str(formats[0] if formats else torch.int64).removeprefix("torch."),
+    )
 
 
 def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> float:

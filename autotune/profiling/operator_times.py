@@ -9,7 +9,7 @@ Source: the roofline model (Williams, Waterman and Patterson 2009, doi:10.1145/1
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autotune.cost_model.measured_rates import Work
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import EngineError
 from autotune.mechanics import devices
@@ -27,20 +28,9 @@ from autotune.mechanics.flops import matmul_peak
 from autotune.mechanics.precision import DTYPES
 from autotune.plan import Precision
 from autotune.profiling.fake_trace import work_of
+from autotune.profiling.operator_kinds import UPDATE, kind_of
 
 COMPUTE, MEMORY = "compute-bound", "memory-bound"
-UPDATE, OTHER = "optimizer update", "pointwise and reductions"
-# Parts of operators' names by kind; the first kind with a part that occurs in a name is the operator's.
-_KINDS: Mapping[str, tuple[str, ...]] = {
-    "attention": ("scaled_dot_product", "_attention"),
-    "convolutions": ("convolution",),
-    "matrix products": (".mm", "addmm", "bmm", ".mv", "addmv", ".dot"),
-    "recurrent layers": ("rnn", "lstm", "gru"),
-    "normalisation and softmax": ("layer_norm", "batch_norm", "group_norm", "rms_norm", "softmax"),
-    "embedding and indexing": ("embedding", "index", "gather", "scatter", "nll_loss"),
-    "copies and conversions": ("copy", "clone", ".cat", "fill", "zero"),
-}
-KINDS = (*_KINDS, OTHER, UPDATE)
 _MARK = "autotune operator "
 _COPIED_BYTES, _REPETITIONS = 128 * 2**20, 6
 
@@ -65,10 +55,10 @@ class Rates:
             operations={name: matmul_peak(DTYPES[name], device) for name in names}, bandwidth=_copy_bandwidth(device)
         )
 
-    def seconds(self, operations: float, moved_bytes: float, dtype: torch.dtype) -> tuple[float, float]:
+    def seconds(self, work: Work) -> tuple[float, float]:
         """Return the least seconds that an operator needs to compute, and those that it needs to move its bytes."""
-        rates = {DTYPES[name]: rate for name, rate in self.operations.items()}
-        return operations / rates.get(dtype, rates[torch.float32]), moved_bytes / self.bandwidth
+        rates = {name.dtype: rate for name, rate in self.operations.items()}
+        return work.operations / rates.get(work.dtype, rates["float32"]), work.moved_bytes / self.bandwidth
 
     def to_json(self) -> dict[str, Any]:
         """Return the rates as a JSON object, with the balance in operations per byte."""
@@ -98,6 +88,21 @@ class OperatorTime:
     predicted_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class TimedCall:
+    """One call of an operator that computes or moves something.
+
+    Attributes:
+        work: what it computes and moves.
+        updates: whether it is part of an optimizer's update.
+        seconds: its measured time on the device.
+    """
+
+    work: Work
+    updates: bool
+    seconds: float
+
+
 def operator_times(engine: TorchEngine, rates: Rates, *, steps: int = 2) -> list[OperatorTime]:
     """Train real steps under the engine's plan, and return the mean times of a step's operators by kind and bound.
 
@@ -109,24 +114,18 @@ def operator_times(engine: TorchEngine, rates: Rates, *, steps: int = 2) -> list
     Raises:
         EngineError: if a step fails, or torch's profiler cannot time the device.
     """
-    own = getattr(ProfilerActivity, engine.device.type.upper(), None)
-    if own is None:
-        raise EngineError(f"torch's profiler does not time operators on {engine.device.type}")
-    kinds = {ProfilerActivity.CPU, own}
-    observed = _Observed(rates)
-    with profile(activities=kinds, acc_events=True) as profiler, observed.updates(), observed:
+
+    def train() -> None:
         window = engine.run(steps)
-    if window.failure is not None:
-        raise EngineError(f"a profiled step failed: {window.failure} {window.failure_detail}")
-    on_device = devices.is_accelerator(engine.device)
+        if window.failure is not None:
+            raise EngineError(f"a profiled step failed: {window.failure} {window.failure_detail}")
+
     sums: dict[tuple[str, str], list[float]] = {}
-    for event in profiler.events():
-        call = observed.calls[int(event.name.removeprefix(_MARK))] if event.name.startswith(_MARK) else None
-        if call is not None and event.device_type.name == "CPU":
-            kind, bound, predicted = call
-            total = sums.setdefault((kind, bound), [0.0, 0.0, 0.0])
-            measured = (event.device_time_total if on_device else event.cpu_time_total) / 1e6
-            total[:] = total[0] + 1, total[1] + measured, total[2] + predicted
+    for call in timed_calls(engine.device, train):
+        computing, moving = rates.seconds(call.work)
+        kind = UPDATE if call.updates else kind_of(call.work.operator)
+        total = sums.setdefault((kind, COMPUTE if computing > moving else MEMORY), [0.0, 0.0, 0.0])
+        total[:] = total[0] + 1, total[1] + call.seconds, total[2] + max(computing, moving)
     return [
         OperatorTime(
             kind=kind, bound=bound, calls=calls / steps, measured_s=measured / steps, predicted_s=predicted / steps
@@ -135,23 +134,38 @@ def operator_times(engine: TorchEngine, rates: Rates, *, steps: int = 2) -> list
     ]
 
 
-def kind_of(operator: str) -> str:
-    """Return the kind of an operator that is not part of an update, from its name, as in ``aten.mm``."""
-    return next((kind for kind, parts in _KINDS.items() if any(part in operator for part in parts)), OTHER)
+def timed_calls(device: torch.device, run: Callable[[], None]) -> list[TimedCall]:
+    """Return the calls of operators while ``run`` runs, in order.
+
+    Raises:
+        EngineError: if torch's profiler cannot time the device.
+    """
+    own = getattr(ProfilerActivity, device.type.upper(), None)
+    if own is None:
+        raise EngineError(f"torch's profiler does not time operators on {device.type}")
+    observed, on_device, found = _Observed(), devices.is_accelerator(device), []
+    with profile(activities={ProfilerActivity.CPU, own}, acc_events=True) as profiler, observed.updates(), observed:
+        run()
+    for event in profiler.events():
+        call = observed.calls[int(event.name.removeprefix(_MARK))] if event.name.startswith(_MARK) else None
+        if call is not None and event.device_type.name == "CPU":
+            seconds = (event.device_time_total if on_device else event.cpu_time_total) / 1e6
+            found.append(TimedCall(*call, seconds))
+    return found
 
 
 class _Observed(TorchDispatchMode):
-    """A mode that marks every operator for the profiler, and notes its kind, bound and predicted seconds.
+    """A mode that marks every operator for the profiler.
 
     Attributes:
-        calls: of each operator in order; ``None`` for one that computes nothing, such as a view.
+        calls: each operator's work, in order, and whether it is part of an update; ``None`` for one that computes
+            nothing, such as a view.
     """
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rates = rates
         self._updating = False
-        self.calls: list[tuple[str, str, float] | None] = []
+        self.calls: list[tuple[Work, bool] | None] = []
 
     @contextmanager
     def updates(self) -> Iterator[None]:
@@ -171,9 +185,7 @@ class _Observed(TorchDispatchMode):
         with record_function(f"{_MARK}{number}"):
             result = func(*args, **kwargs)
         if not _is_view(func, args, kwargs, result):
-            computing, moving = self._rates.seconds(*work_of(func, args, kwargs, result))
-            kind = UPDATE if self._updating else kind_of(str(func._overloadpacket))
-            self.calls[number] = kind, COMPUTE if computing > moving else MEMORY, max(computing, moving)
+            self.calls[number] = work_of(func, args, kwargs, result), self._updating
         return result
 
 

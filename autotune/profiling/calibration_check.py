@@ -1,0 +1,61 @@
+"""Steps of real jobs, estimated from a machine's measured rates, beside the steps themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+from autotune.cost_model.device_table import DeviceSpec
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.time_model import seconds_per_step
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.job import Job
+from autotune.plan import Plan, PlanSpace, Storage
+from autotune.profiling.estimator import estimate
+from autotune.profiling.job_shape import fixed_shape
+
+_STEPS = 5
+
+
+def check(
+    jobs: Sequence[Job], device: DeviceSpec, *, on_job: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """Return estimated and measured seconds and peaks of some plans of each job.
+
+    Args:
+        jobs: the jobs, on this machine.
+        device: this machine, calibrated with as many threads.
+        on_job: called after each job.
+    """
+    rows: list[dict[str, Any]] = []
+    for job in jobs:
+        profile = estimate(job, device)
+        with closing(TorchEngine(fixed_shape(job), options=EngineOptions(statistics_every=None))) as engine:
+            for name, plan in _plans(profile.space).items():
+                engine.apply(plan)
+                window = engine.run(_STEPS)
+                rows.append(
+                    {
+                        "job": job.name,
+                        "plan": name,
+                        "predicted_s": seconds_per_step(profile, plan),
+                        "measured_s": window.seconds_per_step,
+                        "predicted_peak_bytes": peak_bytes(profile, plan),
+                        "measured_peak_bytes": window.peak_bytes,
+                        "failure": window.failure,
+                    }
+                )
+        on_job()
+    return rows
+
+
+def _plans(space: PlanSpace) -> dict[str, Plan]:
+    base, names = space.baseline(), [unit.name for unit in space.units]
+    plans = {"baseline": base}
+    for precision in space.precisions[1:]:
+        plans[str(precision)] = base.changed(precision=dict.fromkeys(names, precision))
+    plans["recompute"] = base.changed(storage=dict.fromkeys(space.recomputable, Storage.RECOMPUTE))
+    if space.accumulation_choices[-1] > 1:
+        plans[f"k = {space.accumulation_choices[-1]}"] = base.changed(accumulation_steps=space.accumulation_choices[-1])
+    return plans
