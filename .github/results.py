@@ -472,7 +472,7 @@ def calibrate(found: Document) -> Iterator[str]:
         return f"{statistics.median(own):.1%} (median), {max(own):.1%} (largest)"
 
     yield (
-        f"{found['threads']} threads, torch {found['torch']}; operators were measured in small networks of other "
+        f"{found['threads']} thread(s), torch {found['torch']}; operators were measured in small networks of other "
         f"shapes, in {found['seconds']:.0f} s. Errors of times: {errors('s')}; of peaks: {errors('peak_bytes')}."
     )
     yield from table(

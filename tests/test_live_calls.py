@@ -16,6 +16,7 @@ import autotune
 from autotune.live.step_uses import Tracing
 from autotune.mechanics.controls import Switcher
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
+from autotune.plan import Plan
 from autotune.profiling.unit_calls import UnitCalls
 
 CPU, WIDTH = torch.device("cpu"), 64
@@ -214,3 +215,19 @@ def test_steps_with_more_calls_that_come_rarely_are_expected_after_the_second() 
         if step % 1100 == 1099:
             assert calls.extra == (2 if step > 2200 else 1)
         calls.note(step, 1 + (step % 1100 == 1099))
+
+
+def test_one_short_batch_does_not_make_further_calls_count_for_more() -> None:
+    """A step with a further call after a short batch once counted as 42 times as many, for a thousand steps."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    switcher = Switcher(model, ["0"])
+    calls = UnitCalls(switcher)
+    calls.count({"0": 1})
+    switcher.apply(Plan())
+    for step, (rows, times) in enumerate([(64, 1), (3, 1), (64, 2)]):
+        calls.begin_step()
+        calls.begin_pass()
+        for _ in range(times):
+            model(torch.randn(rows, 4))
+        calls.note(step, calls.end_step())
+    assert calls.extra == 2

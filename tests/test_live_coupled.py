@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from test_live import RESTLESS
 from test_live_modes import Holds
 from torch import nn
+from torch.nn.utils import prune
 
 import autotune
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
+from autotune.profiling.trial_passes import Outcome, k_lock
 from autotune.profiling.trial_state import ModelState, Writes
 
 CPU, WIDTH = torch.device("cpu"), 32
@@ -372,6 +374,67 @@ def test_runs_with_weights_that_the_model_writes_to_are_bit_identical_where_k_is
         optimizer.zero_grad()
     states = zip(model.state_dict().items(), alone.state_dict().items(), strict=True)
     assert all(name == other and torch.equal(one, two) for (name, one), (other, two) in states)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_writes_to_a_few_elements_are_seen(through_data: bool) -> None:
+    """Only evenly spaced elements were compared once, which the rows of a memory bank are not among."""
+    model = nn.Embedding(50_000, 16)
+    model.register_buffer("bank", torch.zeros(50_000, 16))
+    writes = Writes(model)
+    with torch.no_grad():
+        for tensor in (model.weight, model.bank):
+            (tensor.data if through_data else tensor)[777] += 0.5
+    writes.look(updated=False)
+    assert writes.names == {"weight", "bank"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_buffers_of_any_format_and_layout_are_compared() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("float8", torch.zeros(2**21, dtype=torch.float8_e4m3fn))
+    model.register_buffer("transposed", torch.randn(512, 1024).t())
+    model.register_buffer("complex", torch.randn(2**18, dtype=torch.complex64))
+    model.register_buffer("whole", torch.zeros(2**19, dtype=torch.int64))
+    model.register_buffer("quantised", torch.quantize_per_tensor(torch.randn(2**21), 0.1, 0, torch.qint8))
+    model.register_buffer("nan", torch.full((2**19,), math.nan))
+    writes = Writes(model)
+    writes.look(updated=False)
+    assert not writes.names
+    assert not ModelState(model).lost
+    model.float8.view(torch.uint8)[5] = 1
+    model.complex[7] *= 1j
+    writes.look(updated=False)
+    # The norm is as it was, and the element is not among those that are compared.
+    assert writes.names == {"float8"}
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_what_a_model_does_to_itself_in_trials_is_undone(at: int) -> None:
+    """Hooks and parametrizations that a trial pass registered once stayed, without what belongs to them."""
+
+    class Renewing(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.calls += self.training
+            if self.calls == at and self.training:
+                self.up.register_forward_hook(lambda _module, _args, out: out * 0.5)
+                prune.l1_unstructured(self.down, "weight", 0.5)
+            return super().forward(rows)
+
+    model, _, _ = trained_blocks(Renewing)
+    parts = [part for part in model.modules() if isinstance(part, Renewing)]
+    assert [len(part.up._forward_hooks) for part in parts] == [1, 1]
+    assert all("weight_orig" in part.down._parameters for part in parts)
+
+
+def test_gradients_that_differ_in_their_imaginary_parts_differ() -> None:
+    one, two = torch.ones(4, dtype=torch.complex64), torch.ones(4, dtype=torch.complex64) + 1j
+    outcomes = [Outcome(1.0, [gradient], {}) for gradient in (one, two)]
+    assert "differs by 100.00%" in (k_lock(*outcomes, 1e-4) or "")
 
 
 def test_large_buffers_that_no_pass_writes_to_are_not_copied() -> None:

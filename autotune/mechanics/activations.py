@@ -239,7 +239,8 @@ class _Again(AbstractContextManager[None]):
 def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
     """Return whether a recomputation must not end early, by an exception that checkpoint raises.
 
-    A method of the parts' classes may catch it, or release a lock later that it has acquired without ``with``.
+    A method of the parts' classes may catch it, or release a lock later that it has acquired without ``with``, or put
+    back the ``data`` of a weight that it has replaced.
     """
     kinds = dict.fromkeys(
         base
@@ -255,7 +256,8 @@ def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
 def _may_not_end(code: CodeType) -> bool:
     steps = [step.opname for step in dis.get_instructions(code)]
     bare = any(pair == ("PUSH_EXC_INFO", "POP_TOP") for pair in itertools.pairwise(steps))
-    return bare or "CHECK_EXC_MATCH" in steps or not {"suppress", "acquire"}.isdisjoint(code.co_names)
+    swaps = any(step.opname == "STORE_ATTR" and step.argval == "data" for step in dis.get_instructions(code))
+    return bare or swaps or "CHECK_EXC_MATCH" in steps or not {"suppress", "acquire"}.isdisjoint(code.co_names)
 
 
 def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:

@@ -8,11 +8,12 @@ recomputation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.nn.utils import parametrize
@@ -94,15 +95,18 @@ def put(wanted: list[Any], present: list[Any]) -> None:
 
 @contextmanager
 def out_of_batched_backward() -> Iterator[None]:
-    """Run the body outside of a backward pass of several gradients at once (``is_grads_batched``), if one is running.
+    """Run the body outside of a backward pass of several gradients at once, if one is running.
 
-    A recomputation has no dimension of gradients, and random operations are refused within one.
+    That is ``is_grads_batched``, or ``torch.vmap`` over a backward pass. A recomputation has no dimension of gradients,
+    and random operations are refused within one.
     """
     depth = _C._vmapmode_increment_nesting() - 1
     for _ in range(depth + 1):
         _C._vmapmode_decrement_nesting()
+    outside = temporarily_clear_interpreter_stack() if _C._are_functorch_transforms_active() else nullcontext()
     try:
-        yield
+        with outside:
+            yield
     finally:
         for _ in range(depth):
             _C._vmapmode_increment_nesting()

@@ -362,8 +362,9 @@ class StepTracer:
         watch = self.watch
         self._keep([tensor])
         try:
-            # Detached: a saved output would otherwise keep its own graph alive.
-            return tensor.detach()
+            # Detached: a saved output would otherwise keep its own graph alive. Autograd keeps leaves themselves, and
+            # code may give them other data until the backward pass.
+            return tensor if tensor.is_leaf else tensor.detach()
         except any_error() as error:  # a foreign tensor type that cannot be detached
             watch.spoilt = f"a tensor that autograd saves cannot be inspected: {error}"
             return tensor

@@ -169,8 +169,7 @@ def _same_change(whole: Outcome, cut: Outcome, name: str, tolerance: float) -> b
     (before, one), (_, other) = whole.changes[name], cut.changes[name]
     if not one.shape == other.shape == before.shape:
         return False
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    one, other, before = one.to(wide), other.to(wide), before.to(wide)
+    one, other, before = _wide(one), _wide(other), _wide(before)
 
     def distance(two: torch.Tensor) -> float:
         return float(torch.linalg.vector_norm(torch.where(one == two, 0.0, one - two).nan_to_num(0.0)))
@@ -187,9 +186,13 @@ def _difference(one: Outcome, two: Outcome) -> float | None:
     if not pairs:
         return None
     size = sum(_squared(a) for a, _ in pairs)
-    return float((sum(_squared(a.double() - b) for a, b in pairs) / max(size, 1e-300)) ** 0.5)
+    return float((sum(_squared(_wide(a) - _wide(b)) for a, b in pairs) / max(size, 1e-300)) ** 0.5)
 
 
 def _squared(gradient: torch.Tensor) -> float:
     """Return the square of a gradient's 2-norm."""
-    return float(gradient.double().square().sum())
+    return float(_wide(gradient).abs().square().sum())
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)

@@ -60,19 +60,23 @@ class ModelState:
         self._containers: list[Seen] = []
         self._generators: list[Seen] = []
         self._tensors: dict[str, Pair] = {}
-        # Weights and buffers that are not copied, with their numbers of writes.
-        self._left: dict[str, tuple[torch.Tensor, int]] = {}
+        # Weights and buffers that are not copied.
+        self._left: dict[str, tuple[torch.Tensor, _Mark]] = {}
         self._values = 0
+        # Parametrizations and sharding change the class of a module.
+        self._kinds: list[tuple[nn.Module, type]] = []
         for name, tensor in _owned(model):
             if name in written or not _is_large(tensor):
                 _try(name, functools.partial(self._copy, name, tensor))
-            elif type(tensor.data) is torch.Tensor and not tensor.is_inference():
-                self._left[name] = tensor, tensor._version
+            elif _is_marked(tensor):
+                _try(name, functools.partial(self._leave, name, tensor))
         spread = any(type(weight.data) is not torch.Tensor for weight in model.parameters())
         for path, part in model.named_modules():
             # Spread weights are replaced by whole ones and back as the model runs.
-            tables = (part._buffers, part._modules, *(() if spread else (part._parameters,)))
-            self._held += [(table, table.copy()) for table in tables if table]
+            tables = [part._buffers, part._modules, *([] if spread else [part._parameters])]
+            tables += [table for name, table in vars(part).items() if "_hooks" in name and isinstance(table, dict)]
+            self._held += [(table, table.copy()) for table in tables]
+            self._kinds.append((part, type(part)))
             if not type(part).__module__.startswith(_WRAPPERS):
                 self._held.append((vars(part), vars(part).copy()))
                 for name, value in [*vars(part).items()]:
@@ -87,7 +91,7 @@ class ModelState:
     @property
     def lost(self) -> list[str]:
         """Names of weights and buffers that were written to and cannot be restored."""
-        return [name for name, (tensor, version) in self._left.items() if tensor._version != version]
+        return [name for name, (tensor, mark) in self._left.items() if mark.differs(tensor)]
 
     def changes(self) -> dict[str, Pair]:
         """Return evenly spaced elements of each tensor that was written to, before and now, by name."""
@@ -105,6 +109,9 @@ class ModelState:
 
     def restore(self) -> None:
         """Restore the state; what cannot be is left as it is, with a warning."""
+        for part, kind in self._kinds:
+            if type(part) is not kind:
+                part.__class__ = kind
         for held, then in self._held:
             for name in held.keys() - then.keys() - _KEPT:
                 del held[name]
@@ -131,8 +138,12 @@ class ModelState:
             for place, item in enumerate(list(value.values() if isinstance(value, dict) else value)):
                 self._record(f"{name}[{place}]", item, depth - 1)
 
+    def _leave(self, name: str, tensor: torch.Tensor) -> None:
+        self._left[name] = tensor, _Mark(tensor)
+
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.layout is torch.strided and not tensor.is_meta:
+        # Quantised tensors cannot be compared.
+        if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized:
             large = tensor.nbytes > _SMALL_BYTES
             copy = tensor.detach().to("cpu", copy=True) if large else tensor.detach().clone()
             self._tensors[name] = (tensor, copy)
@@ -148,8 +159,11 @@ class Writes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._then = {name: sampled(tensor) for name, tensor in self._watched()}
+        self._then: dict[str, _Mark] = {}
         self._names: set[str] = set()
+        for name, tensor in _owned(model):
+            if _is_marked(tensor):
+                _try(name, functools.partial(self._mark, name, tensor))
 
     def look(self, *, updated: bool) -> None:
         """Note what has changed.
@@ -157,10 +171,10 @@ class Writes:
         Args:
             updated: whether the optimizer has made an update, after which weights that it trains show nothing.
         """
-        for name, tensor in self._watched():
-            if name in self._names or (updated and tensor.requires_grad):
+        for name, tensor in _owned(self._model):
+            if name in self._names or (updated and tensor.requires_grad) or not _is_marked(tensor):
                 continue
-            if name not in self._then or not _same(sampled(tensor), self._then[name]):
+            if name not in self._then or self._then[name].differs(tensor):
                 self._names.add(name)
 
     @property
@@ -168,11 +182,44 @@ class Writes:
         """The names of those that have changed."""
         return frozenset(self._names)
 
-    def _watched(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in _owned(self._model):
-            # Reading a spread weight would need all ranks.
-            if _is_large(tensor) and type(tensor.data) is torch.Tensor:
-                yield name, tensor
+    def _mark(self, name: str, tensor: torch.Tensor) -> None:
+        self._then[name] = _Mark(tensor)
+
+
+class _Mark:
+    """The values of a tensor, as far as they show that it was written to: its 2-norm, and some elements.
+
+    Args:
+        tensor: the tensor.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        tensor = _countable(tensor)
+        self._norm, self._elements = _norm(tensor), sampled(tensor)
+
+    def differs(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has other values."""
+        tensor = _countable(tensor)
+        return _norm(tensor) != self._norm or not _same(sampled(tensor), self._elements)
+
+
+def _countable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return formats of 8 bits and less, with which torch does not compute, as whole numbers."""
+    return tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return float(tensor.sum())
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    # NaNs differ from themselves.
+    return float(torch.nan_to_num(torch.linalg.vector_norm(tensor, dtype=wide)))
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is only looked at, unless it is seen to change."""
+    # Reading a spread weight would need all ranks.
+    return _is_large(tensor) and type(tensor.data) is torch.Tensor and not tensor.is_quantized
 
 
 def _owned(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -201,8 +248,13 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
 
     Of a tensor that is spread over ranks, they are elements of this rank's part.
     """
-    flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
-    return flat[:: max(-(-flat.numel() // _COMPARED), 1)].cpu().clone()
+    own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    stride = max(-(-own.numel() // _COMPARED), 1)
+    if own.is_contiguous():
+        return own.reshape(-1)[::stride].cpu().clone()
+    # A transposed or expanded tensor would be copied as a whole.
+    places = torch.arange(0, own.numel(), stride, device=own.device)
+    return own[torch.unravel_index(places, own.shape)].cpu()
 
 
 def _put_back(one: Seen) -> None:

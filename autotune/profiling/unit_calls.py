@@ -122,7 +122,7 @@ class UnitCalls:
         self.begin_step()
         most = math.ceil(max(times.values(), default=1.0))
         if most > self.usual:
-            sizes = (sum(found[name]) / self._usual_elements.get(name, math.inf) for name in times if name in found)
+            sizes = (self._sizes(name, own, passes) for name, own in found.items() if any(own))
             return max(most, math.ceil(self.usual * max(sizes, default=0.0)))
         self._usual_elements.update((name, float(sum(own))) for name, own in found.items() if sum(own))
         return max(most, 1)
@@ -145,6 +145,15 @@ class UnitCalls:
             known = [one for one in (needs, more.needs) if one is not None]
             span = max(more.span, _GAPS * (step - more.last))
             self._more[calls] = _More(max(known, default=None), step, span)
+
+    def _sizes(self, name: str, elements: list[int], passes: int) -> float:
+        """Return how many times as many elements a unit was handed as usual.
+
+        Usual are those of the last step with the usual calls, or of as many calls as this step's first, if these are
+        more: batches differ in size.
+        """
+        first = elements[0] * passes * self._profiled[name] * self.usual
+        return sum(elements) / max(self._usual_elements.get(name, math.inf), first, 1)
 
     def _taken(self) -> dict[str, list[int]]:
         return {name: self._before_aside.get(name, []) + own for name, own in self._switcher.calls().items()}
