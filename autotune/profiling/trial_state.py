@@ -33,6 +33,8 @@ _MOST_VALUES = 50_000
 # Larger copies are made on the host: a step's memory plan has no room for them. Larger buffers are copied only if the
 # model was seen to write to them.
 _SMALL_BYTES = 2**20
+# Whole numbers by their bytes.
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Attributes that are not restored: they are not the user's, or are restored by themselves.
 _KEPT = frozenset(vars(nn.Module())) | {"forward"}
 # Packages whose modules change their attributes in step with other objects, which are not restored.
@@ -172,10 +174,8 @@ class Writes:
             updated: whether the optimizer has made an update, after which weights that it trains show nothing.
         """
         for name, tensor in _owned(self._model):
-            if name in self._names or (updated and tensor.requires_grad) or not _is_marked(tensor):
-                continue
-            if name not in self._then or self._then[name].differs(tensor):
-                self._names.add(name)
+            if name not in self._names and not (updated and tensor.requires_grad) and _is_marked(tensor):
+                _try(name, functools.partial(self._compare, name, tensor))
 
     @property
     def names(self) -> frozenset[str]:
@@ -185,35 +185,41 @@ class Writes:
     def _mark(self, name: str, tensor: torch.Tensor) -> None:
         self._then[name] = _Mark(tensor)
 
+    def _compare(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self._then or self._then[name].differs(tensor):
+            self._names.add(name)
+
 
 class _Mark:
-    """The values of a tensor, as far as they show that it was written to: its 2-norm, and some elements.
+    """The values of a tensor, as far as they show that it was written to: the sum of its bits, and some elements.
 
     Args:
         tensor: the tensor.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        tensor = _countable(tensor)
-        self._norm, self._elements = _norm(tensor), sampled(tensor)
+        # Torch does not compute with formats of 8 bits and less.
+        bits = _bits(tensor)
+        self._sum, self._elements = _sum(bits), sampled(bits)
 
     def differs(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has other values."""
-        tensor = _countable(tensor)
-        return _norm(tensor) != self._norm or not _same(sampled(tensor), self._elements)
+        bits = _bits(tensor)
+        return _sum(bits) != self._sum or not _same(sampled(bits), self._elements)
 
 
-def _countable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return formats of 8 bits and less, with which torch does not compute, as whole numbers."""
-    return tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor's elements as whole numbers."""
+    own = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    return own.view(_WHOLE[own.dtype.itemsize])
 
 
-def _norm(tensor: torch.Tensor) -> float:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return float(tensor.sum())
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    # NaNs differ from themselves.
-    return float(torch.nan_to_num(torch.linalg.vector_norm(tensor, dtype=wide)))
+def _sum(bits: torch.Tensor) -> int:
+    # The sum overflows, which keeps it exact, in a format that needs no converted copy.
+    starts, size = bits.storage_offset() * bits.itemsize, bits.nbytes
+    fits = bits.is_contiguous() and starts % 8 == 0 and size % 8 == 0
+    wide = bits.reshape(-1).view(torch.int64) if fits else bits
+    return int(wide.sum(dtype=wide.dtype))
 
 
 def _is_marked(tensor: torch.Tensor) -> bool:
