@@ -22,6 +22,7 @@ from autotune.report.explanation import explain_rule
 JOB = Path(__file__).parent / "tiny_job.py"
 VERBS = [
     "bench",
+    "calibrate",
     "compare",
     "demo",
     "doctor",
@@ -231,7 +232,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
         ["bench", "gpu", "--device", "abacus"],
         "device is 'abacus' (allowed: cpu",
     ),
-    "unknown verb": lambda f: (["frobnicate"], "'frobnicate'. (allowed: demo, profile, plan, tune,"),
+    "unknown verb": lambda f: (["frobnicate"], "'frobnicate'. (allowed: demo, profile, plan, calibrate, tune,"),
     "unknown benchmark": lambda f: (["bench", "nope"], "'nope'. (allowed: overhead, solver, simulator,"),
     "unknown option": lambda f: (["tune", str(JOB), "--frobnicate"], "frobnicate"),
     "number that is none": lambda f: (["tune", str(JOB), "--seed", "x"], "seed"),

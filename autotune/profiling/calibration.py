@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autotune.choices import DEFAULT_STORAGES
 from autotune.cost_model.device_table import DeviceSpec, find_device
 from autotune.cost_model.measured_rates import OTHER, PRODUCT, Curve, MeasuredRates
 from autotune.mechanics import controls, devices
 from autotune.mechanics.precision import computing_in, useful_precisions
 from autotune.mechanics.randomness import isolated, seed_all
-from autotune.plan import Plan, Precision, Storage
+from autotune.plan import Plan, Precision
 from autotune.profiling.operator_kinds import kind_of
 from autotune.profiling.operator_times import TimedCall, timed_calls
 
@@ -254,7 +255,7 @@ def _recompute_s(device: torch.device) -> float:
     """Return the seconds that recomputing a unit takes besides its operators: that of a unit that computes nothing."""
     model = nn.Sequential(nn.Linear(8, 8), *(nn.Identity() for _ in range(_IDLE_UNITS))).to(device)
     rows = torch.randn(8, 8, device=device)
-    plan = Plan(storage={str(1 + number): Storage.RECOMPUTE for number in range(_IDLE_UNITS)})
+    plan = Plan(storage=dict.fromkeys(map(str, range(1, 1 + _IDLE_UNITS)), DEFAULT_STORAGES[-1]))
 
     def step() -> None:
         model(rows).sum().backward()

@@ -11,7 +11,7 @@ from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.job import Job
-from autotune.plan import Plan, PlanSpace, Storage
+from autotune.plan import Plan, PlanSpace
 from autotune.profiling.estimator import estimate
 from autotune.profiling.job_shape import fixed_shape
 
@@ -51,11 +51,11 @@ def check(
 
 
 def _plans(space: PlanSpace) -> dict[str, Plan]:
-    base, names = space.baseline(), [unit.name for unit in space.units]
-    plans = {"baseline": base}
-    for precision in space.precisions[1:]:
-        plans[str(precision)] = base.changed(precision=dict.fromkeys(names, precision))
-    plans["recompute"] = base.changed(storage=dict.fromkeys(space.recomputable, Storage.RECOMPUTE))
-    if space.accumulation_choices[-1] > 1:
-        plans[f"k = {space.accumulation_choices[-1]}"] = base.changed(accumulation_steps=space.accumulation_choices[-1])
-    return plans
+    least, *_, most = (*space.accumulation_choices, space.accumulation_choices[-1])
+    first = space.precisions[0]
+    plans = {
+        "baseline": space.baseline(),
+        **{str(one): space.plan(accumulation_steps=least, precision=one) for one in space.precisions[1:]},
+        "all recomputed": space.plan(accumulation_steps=least, precision=first, recomputed=space.recomputable),
+    }
+    return plans | ({f"k = {most}": space.baseline().changed(accumulation_steps=most)} if most > least else {})
