@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -196,10 +197,12 @@ def _lack(names: frozenset[str]) -> None:
 
 
 def _collect() -> None:
-    """Free device memory that only reference cycles keep alive; some need a second collection."""
-    for _ in range(3):
+    """Free device memory that only reference cycles or ending threads keep alive; some need a second collection."""
+    for attempt in range(8):
         if stats()["allocated_bytes.all.current"]:
             gc.collect()
+            # Autograd's thread of a device may still hold the last tensors.
+            time.sleep(0.05 * (attempt > 1))
 
 
 def switched() -> dict[str, Any]:
