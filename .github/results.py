@@ -6,7 +6,6 @@ python .github/results.py    # write the page anew, after a benchmark ran
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -467,13 +466,12 @@ def calibrate(found: Document) -> Iterator[str]:
     """Yield estimated over measured times and peaks of jobs that the calibration did not run."""
     rows = [row for row in found["checked"] if row["failure"] is None]
 
-    def errors(key: str) -> str:
-        own = [abs(row[f"predicted_{key}"] / row[f"measured_{key}"] - 1) for row in rows]
-        return f"{statistics.median(own):.1%} (median), {max(own):.1%} (largest)"
-
+    errors = "; ".join(
+        f"{name} {own['median']:.1%} (median), {own['largest']:.1%} (largest)" for name, own in found["errors"].items()
+    )
     yield (
         f"{found['threads']} thread(s), torch {found['torch']}; operators were measured in small networks of other "
-        f"shapes, in {found['seconds']:.0f} s. Errors of times: {errors('s')}; of peaks: {errors('peak_bytes')}."
+        f"shapes, in {found['seconds']:.0f} s. Errors: {errors}."
     )
     yield from table(
         ["job", "plan", "estimated", "measured", "ratio", "ratio of peaks"],

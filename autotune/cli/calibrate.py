@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,6 +40,7 @@ def command(
     from autotune.mechanics.devices import device_kind
     from autotune.profiling.calibration import calibrated
     from autotune.profiling.calibration_check import check as checked
+    from autotune.profiling.calibration_check import errors
 
     jobs = [load_job(name) for name in check.split(",") if name]
     console = shared.console(as_json=as_json)
@@ -53,51 +53,38 @@ def command(
         seconds = time.perf_counter() - began
         bars.stage("check jobs", max(len(jobs), 1))
         rows = checked(jobs, machine_file.load(output), on_job=lambda: bars.advance(1))
+    document |= {"output": str(output), "seconds": seconds, "checked": rows, "errors": errors(rows)}
     if as_json:
-        shared.print_json({**document, "output": str(output), "seconds": seconds, "checked": rows})
+        shared.print_json(document)
         return
     fastest = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in document["flops"].items())
     console.print(
-        f"{device.name}, {document['threads']} threads: matrix products {fastest}; {device.bandwidth / 1e9:,.0f} GB/s; "
-        f"measured in {seconds:.0f} s. Written to {output}.",
+        f"{device.name}, {document['threads']} thread(s): matrix products {fastest}; memory "
+        f"{device.bandwidth / 1e9:,.0f} GB/s; measured in {seconds:.0f} s. Written to {output}.",
         soft_wrap=True,
     )
     if rows:
         console.print(_table(rows))
-        for line in _errors(rows):
-            console.print(line, soft_wrap=True)
+    for name, own in document["errors"].items():
+        console.print(f"Errors of {name}: {own['median']:.1%} (median), {own['largest']:.1%} (largest).")
     console.print("Estimate a job with it:")
     console.print(f"    autotune plan mine.py:job --device {output}", soft_wrap=True)
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = shared.table(title="estimated / measured", title_justify="left")
-    for name in ("job", "plan", "seconds", "of measured", "peak", "of measured"):
+    table = shared.table(title="estimated, and as a share of what was measured", title_justify="left")
+    for name in ("job", "plan", "step", "", "peak", ""):
         table.add_column(name, justify="left" if name in ("job", "plan") else "right")
     for row in rows:
         if row["failure"] is not None:
-            table.add_row(row["job"], row["plan"], row["failure"], "", "", "")
+            table.add_row(row["job"], row["failure"], "", "", "", "")
             continue
         table.add_row(
             row["job"],
             row["plan"],
-            f"{row['predicted_s']:.3f} / {row['measured_s']:.3f}",
+            f"{row['predicted_s']:.4g} s",
             f"{row['predicted_s'] / row['measured_s']:.0%}",
-            f"{format_bytes(row['predicted_peak_bytes'])} / {format_bytes(row['measured_peak_bytes'])}",
+            format_bytes(row["predicted_peak_bytes"]),
             f"{row['predicted_peak_bytes'] / row['measured_peak_bytes']:.0%}",
         )
     return table
-
-
-def _errors(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each quantity with the median and the largest error."""
-    found = []
-    for name, key in (("times", "s"), ("peaks", "peak_bytes")):
-        own = [
-            abs(row[f"predicted_{key}"] / row[f"measured_{key}"] - 1)
-            for row in rows
-            if row["failure"] is None and row[f"measured_{key}"]
-        ]
-        if own:
-            found.append(f"Errors of {name}: {statistics.median(own):.1%} (median), {max(own):.1%} (largest).")
-    return found

@@ -246,8 +246,12 @@ def _limit(given: str | None, spec: DeviceSpec, budget: int) -> str:
     if given is not None:
         return f"The budget is {format_bytes(budget)}."
     of = f"of {format_bytes(spec.memory_bytes)}"
-    taken = f": the driver's context takes {format_bytes(spec.context_bytes)} {of}" if spec.context_bytes else f" {of}"
-    return f"The budget is {format_bytes(budget)}{taken}, and {_HEADROOM:.0%} of the rest is left free."
+    if not spec.context_bytes:
+        return f"The budget is {format_bytes(budget)} {of}; {_HEADROOM:.0%} is left free."
+    return (
+        f"The budget is {format_bytes(budget)}: the driver's context takes {format_bytes(spec.context_bytes)} {of}, "
+        f"and {_HEADROOM:.0%} of the rest is left free."
+    )
 
 
 def _rows(profile: Profile, best: Any, budget: int) -> list[dict[str, Any]]:

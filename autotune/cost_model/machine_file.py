@@ -56,7 +56,7 @@ def load(path: Path) -> DeviceSpec:
     try:
         numbers = {name: document[name] for name in _NUMBERS}
         flops = {Precision(name): float(rate) for name, rate in _object(document, "flops", path).items()}
-        told = f"measured by autotune calibrate, {int(document['threads'])} threads, torch {document['torch']}"
+        told = f"autotune calibrate, with {int(document['threads'])} thread(s) and torch {document['torch']}"
         known = Precision.FP32 in flops and all(
             isinstance(value, int | float) and 0 <= value < math.inf for value in (*numbers.values(), *flops.values())
         )

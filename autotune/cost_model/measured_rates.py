@@ -79,8 +79,8 @@ class MeasuredRates:
 
     Attributes:
         curves: by operator, then by format.
-        alike: the operator whose curve stands for others of its kind, by kind; among them the kinds ``PRODUCT`` and
-            ``OTHER``, for operators of no known kind.
+        alike: the operator whose curve stands for others of its kind, by kind: ``PRODUCT`` for all that multiply,
+            ``OTHER`` for those of no other kind.
         call_s: seconds that each call takes besides, in Python and in autograd.
         recompute_s: seconds that recomputing a unit takes besides its operators, for each call of it.
     """
@@ -99,9 +99,8 @@ class MeasuredRates:
         """
         if not work.amount:
             return self.call_s
-        other = PRODUCT if work.operations else OTHER
-        name = self._nearest(work.operator) or self.alike.get(kind, self.alike[other])
-        curves = self.curves[name]
+        like = self.alike[PRODUCT] if work.operations else self.alike.get(kind, self.alike[OTHER])
+        curves = self.curves[self._nearest(work.operator) or like]
         curve = curves.get(work.dtype) or next(iter(curves.values()))
         rate = curve.rate(work.size)
         if curve.sizes[-1] < min(work.size, _LARGE_BYTES) and not work.operations:

@@ -327,6 +327,15 @@ def synchronize(device: AnyDevice) -> None:
         torch.accelerator.synchronize(torch.device(device))
 
 
+def seconds_of(call: Callable[[], object], device: AnyDevice) -> float:
+    """Return the seconds of a call, the device's work included."""
+    synchronize(device)
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
 def stamp_for(device: AnyDevice) -> Callable[[], Any]:
     """Return a function that records the time on a device: an event in its stream, or the clock after its work."""
     if not is_accelerator(device):

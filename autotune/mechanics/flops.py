@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -148,12 +147,6 @@ def matmul_peak(dtype: torch.dtype, device: str = "cpu") -> float:
 
 def _rate(side: int, dtype: torch.dtype, device: str) -> float:
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    seconds = []
     # The first product warms up, for example by choosing a kernel.
-    for _ in range(1 + _REPETITIONS):
-        devices.synchronize(device)
-        began = time.perf_counter()
-        left @ right
-        devices.synchronize(device)
-        seconds.append(time.perf_counter() - began)
+    seconds = [devices.seconds_of(lambda: left @ right, device) for _ in range(1 + _REPETITIONS)]
     return 2 * side**3 / min(seconds[1:])

@@ -7,7 +7,6 @@ linear layers multiply 8-bit numbers and all else runs under bf16 autocast.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -209,14 +208,7 @@ def _convolution_s(dtype: torch.dtype, device_type: str) -> float:
 
 def _fastest(run: Callable[[], torch.Tensor], device_type: str) -> float:
     """Return the seconds of the fastest of four forward and backward passes."""
-    best = float("inf")
-    for _ in range(4):
-        devices.synchronize(device_type)
-        start = time.perf_counter()
-        run().sum().backward()
-        devices.synchronize(device_type)
-        best = min(best, time.perf_counter() - start)
-    return best
+    return min(devices.seconds_of(lambda: run().sum().backward(), device_type) for _ in range(4))
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -246,9 +245,9 @@ def _measured(workload: _Workload, precision: Precision, device: torch.device) -
             step()
 
     step()
-    seconds = [_timed(step, device) for _ in range(_WHOLE_STEPS)]
+    seconds = [devices.seconds_of(step, device) for _ in range(_WHOLE_STEPS)]
     calls = timed_calls(device, watched)
-    return calls, statistics.median([*seconds, *(_timed(step, device) for _ in range(_WHOLE_STEPS))])
+    return calls, statistics.median([*seconds, *(devices.seconds_of(step, device) for _ in range(_WHOLE_STEPS))])
 
 
 def _recompute_s(device: torch.device) -> float:
@@ -264,25 +263,17 @@ def _recompute_s(device: torch.device) -> float:
     for _ in range(_IDLE_STEPS):
         for recomputed, found in seconds.items():
             controls.apply(model, plan if recomputed else Plan())
-            found.append(_timed(step, device))
+            found.append(devices.seconds_of(step, device))
     controls.remove(model)
     kept, again = (statistics.median(found) for found in seconds.values())
     return max(again - kept, 0.0) / _IDLE_UNITS
-
-
-def _timed(step: Callable[[], None], device: torch.device) -> float:
-    devices.synchronize(device)
-    began = time.perf_counter()
-    step()
-    devices.synchronize(device)
-    return time.perf_counter() - began
 
 
 def _alike(calls: Iterable[TimedCall]) -> dict[str, str]:
     """Return the operator of each kind that took most time, which stands for others of its kind."""
     seconds: dict[str, Counter[str]] = {}
     for call in calls:
-        if call.work.amount:
+        if call.work.amount and not call.work.operations:
             seconds.setdefault(kind_of(call.work.operator), Counter())[call.work.operator] += call.seconds  # type: ignore[assignment]
     found = {kind: total.most_common(1)[0][0] for kind, total in seconds.items()}
     return {**found, PRODUCT: "aten.mm", OTHER: "aten.add"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -10,6 +11,7 @@ from autotune.cost_model.device_table import DeviceSpec
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.errors import AutotuneError
 from autotune.job import Job
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.estimator import estimate
@@ -30,24 +32,40 @@ def check(
     """
     rows: list[dict[str, Any]] = []
     for job in jobs:
-        profile = estimate(job, device)
-        with closing(TorchEngine(fixed_shape(job), options=EngineOptions(statistics_every=None))) as engine:
-            for name, plan in _plans(profile.space).items():
-                engine.apply(plan)
-                window = engine.run(_STEPS)
-                rows.append(
-                    {
-                        "job": job.name,
-                        "plan": name,
-                        "predicted_s": seconds_per_step(profile, plan),
-                        "measured_s": window.seconds_per_step,
-                        "predicted_peak_bytes": peak_bytes(profile, plan),
-                        "measured_peak_bytes": window.peak_bytes,
-                        "failure": window.failure,
-                    }
-                )
+        try:
+            rows += _rows(job, device)
+        except AutotuneError as error:  # the others are checked
+            rows.append({"job": job.name, "plan": "", "failure": str(error)})
         on_job()
     return rows
+
+
+def errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the median and the largest relative error of times and peaks; nothing where nothing was measured."""
+    found = {}
+    for name, key in (("times", "s"), ("peaks", "peak_bytes")):
+        pairs = [(row[f"predicted_{key}"], row[f"measured_{key}"]) for row in rows if row["failure"] is None]
+        own = [abs(predicted / measured - 1) for predicted, measured in pairs if measured]
+        if own:
+            found[name] = {"median": statistics.median(own), "largest": max(own)}
+    return found
+
+
+def _rows(job: Job, device: DeviceSpec) -> Iterator[dict[str, Any]]:
+    profile = estimate(job, device)
+    with closing(TorchEngine(fixed_shape(job), options=EngineOptions(statistics_every=None))) as engine:
+        for name, plan in _plans(profile.space).items():
+            engine.apply(plan)
+            window = engine.run(_STEPS)
+            yield {
+                "job": job.name,
+                "plan": name,
+                "predicted_s": seconds_per_step(profile, plan),
+                "measured_s": window.seconds_per_step,
+                "predicted_peak_bytes": peak_bytes(profile, plan),
+                "measured_peak_bytes": window.peak_bytes,
+                "failure": None if window.failure is None else f"{window.failure}: {window.failure_detail}",
+            }
 
 
 def _plans(space: PlanSpace) -> dict[str, Plan]:

@@ -56,6 +56,7 @@ from autotune.profiling.step_record import StepRecord, TracedStep, recomputed_un
 from autotune.units import Unit, units_of
 
 _MAX_TABLES = 4
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _NO_COPIES = "estimates do not know how fast a device copies to the host"
 _PRECISION_OF = {precision.dtype: precision for precision in REDUCED_PRECISIONS if precision.is_16_bit}
 
@@ -95,9 +96,12 @@ def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], Non
                 steps=steps_by_k(without_copies(_traced(run, on_progress or (lambda _share: None)))),
                 length_spread=spread,
             )
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except (*_NEEDS_VALUES, JobError) as error:
+        cause = error if isinstance(error, _NEEDS_VALUES) else error.__cause__
+        if not isinstance(cause, _NEEDS_VALUES):
+            raise
         raise JobError(
-            f"the step depends on values ({error}), which an estimate does not have",
+            f"the step depends on values ({cause}), which an estimate does not have",
             where=f"job {job.name!r}",
             allowed="autotune profile on the device itself",
         ) from error
@@ -148,16 +152,15 @@ class _FakeRun:
                 group["foreach"] = True
         self.space = self._find_space()
         # The first step creates the optimizer's state.
-        with fused_attention():
-            self._step(self.space.baseline(), lambda _phase: None)
+        self._step(self.space.baseline(), lambda _phase: None)
 
     def _find_space(self) -> PlanSpace:
         job, model = self._job, self._model
         units = units_of(model, job.units)
 
         def run() -> None:
-            with fused_attention(), torch.no_grad():
-                job.loss(model, self._batch)
+            with self._attention(), torch.no_grad():
+                ask(job, "loss", lambda: job.loss(model, self._batch))
 
         calls = controls.forward_order(model, [unit.name for unit in units], run)
         by_name: dict[str, Unit] = {unit.name: unit for unit in units}
@@ -226,15 +229,20 @@ class _FakeRun:
         releases = knobs.releases(self._job.launch.knobs)
         releasing = released(self._optimizer, lambda _gradient: None) if releases else contextlib.nullcontext()
         for piece in pieces:
-            begin("forward")
-            loss = ask(self._job, "loss", lambda piece=piece: self._job.loss(self._model, piece))  # type: ignore[misc]
-            begin("backward")
-            with releasing:
-                (loss * (1.0 / len(pieces))).backward()
+            with self._attention():
+                begin("forward")
+                loss = ask(self._job, "loss", lambda piece=piece: self._job.loss(self._model, piece))  # type: ignore[misc]
+                begin("backward")
+                with releasing:
+                    (loss * (1.0 / len(pieces))).backward()
             begin("update")
             del loss
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _attention(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which attention is fused as on the device: on a CPU, as the job has it."""
+        return contextlib.nullcontext() if self._device.is_cpu else fused_attention()
 
     def _operator_time(self, work: Work) -> float:
         if self._device.measured is not None:

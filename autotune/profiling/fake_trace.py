@@ -153,7 +153,6 @@ class FakeTracer(StepTracer):
     def tracing(self) -> Iterator[None]:
         """Trace one optimizer step, which the body runs."""
         with (
-            fused_attention(),
             self.watch,
             yielding_saved_hooks(self._pack, self._give_way),
             _Operators(self),

@@ -8,7 +8,6 @@ Source: the roofline model (Williams, Waterman and Patterson 2009, doi:10.1145/1
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -169,7 +168,7 @@ class _Observed(TorchDispatchMode):
 
     @contextmanager
     def updates(self) -> Iterator[None]:
-        """Tell the operators of optimizers from others while the body runs."""
+        """Note which operators are those of optimizers while the body runs."""
 
         def switch(updating: bool) -> Any:
             return lambda *_: setattr(self, "_updating", updating)
@@ -201,11 +200,6 @@ def _is_view(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
 def _copy_bandwidth(device: str) -> float:
     """Return the highest measured rate of a copy in bytes read and written per second."""
     source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(1 + _REPETITIONS):
-        devices.synchronize(device)
-        began = time.perf_counter()
-        target.copy_(source)
-        devices.synchronize(device)
-        seconds.append(time.perf_counter() - began)
+    target = torch.empty_like(source)
+    seconds = [devices.seconds_of(lambda: target.copy_(source), device) for _ in range(1 + _REPETITIONS)]
     return 2 * _COPIED_BYTES / min(seconds[1:])
