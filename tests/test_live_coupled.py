@@ -389,12 +389,34 @@ def test_writes_to_a_few_elements_are_seen(through_data: bool) -> None:
     assert writes.names == {"weight", "bank"}
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda table: table[[5, 8]].neg_().flip(0),
+        lambda table: table.flip(0),
+        lambda table: table.index_select(1, torch.tensor([1, 0, *range(2, 16)])),
+        lambda table: torch.where(torch.arange(16) % 2 == 1, -table, table),
+        lambda table: torch.where(torch.tensor([True, False] * 8), table, table.roll(2, 1)),
+    ],
+)
+def test_values_that_move_or_change_signs_are_seen(write: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The sum of all bits is the same after most of these."""
+    model = nn.Module()
+    model.register_buffer("bank", torch.rand(50_000, 16) + 1)
+    writes = Writes(model)
+    changed = write(model.bank)
+    model.bank[: len(changed)] = changed
+    writes.look(updated=False)
+    assert writes.names == {"bank"}
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize")
 def test_buffers_of_any_format_and_layout_are_compared() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("float8", torch.zeros(2**21, dtype=torch.float8_e4m3fn))
     model.register_buffer("transposed", torch.randn(512, 1024).t())
     model.register_buffer("complex", torch.randn(2**18, dtype=torch.complex64))
+    model.register_buffer("imaginary", torch.randn(2**19, dtype=torch.complex64).conj().imag)
     model.register_buffer("whole", torch.zeros(2**19, dtype=torch.int64))
     model.register_buffer("odd", torch.randn(2**20 + 1)[1:])
     model.register_buffer("quantised", torch.quantize_per_tensor(torch.randn(2**21), 0.1, 0, torch.qint8))
@@ -407,8 +429,9 @@ def test_buffers_of_any_format_and_layout_are_compared() -> None:
     model.complex[7] *= 1j
     model.transposed[3, 5] += 1e-6
     model.nan[11] = 0
+    model.imaginary[13] = 9
     writes.look(updated=False)
-    assert writes.names == {"float8", "complex", "transposed", "nan"}
+    assert writes.names == {"float8", "complex", "transposed", "nan", "imaginary"}
 
 
 @pytest.mark.parametrize("at", [2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import threading
 from collections.abc import Callable
@@ -95,6 +96,40 @@ def test_saved_tensor_hooks_work_after_a_step_that_disabled_tracing_hooks() -> N
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert torch._C._autograd._saved_tensors_hooks_is_enabled()
     assert type(torch._C._autograd._saved_tensors_hooks_disable).__name__ == "builtin_function_or_method"
+
+
+@pytest.mark.parametrize("step", [*range(STEPS)])
+@pytest.mark.parametrize("written", ["leaf", "activation"])
+def test_autograd_reports_writes_to_saved_tensors_in_every_step(written: str, step: int) -> None:
+    """Traced steps once hid the error, since autograd leaves the check to hooks for saved tensors."""
+    left = itertools.count()
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones(WIDTH, requires_grad=True)
+        first, *others, last = model.children()
+        hidden = first(batch)
+        for part in others:
+            hidden = part(hidden)
+        loss = last(hidden * scale).square().mean()
+        if next(left) == step:
+            with torch.no_grad():
+                (scale if written == "leaf" else hidden).mul_(2)
+        return loss
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        trained(loss_of, attach=True)
+
+
+def test_modules_may_share_a_dictionary_of_hooks() -> None:
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        for part in model.children():
+            part._forward_hooks = model._forward_hooks
+            part._forward_pre_hooks = model._forward_pre_hooks
+        return model(batch).square().mean()
+
+    alone, _ = trained(loss_of, attach=False)
+    attached, _ = trained(loss_of, attach=True)
+    assert all(map(torch.equal, alone.parameters(), attached.parameters()))
 
 
 def test_wrapper_tensor_is_stored_in_the_tensors_it_wraps() -> None:

@@ -95,10 +95,10 @@ class _Steps:
         # Whether the model's forward pass or the optimizer's step runs.
         self._within = False
         # These hooks keep the tuner alive as long as the model; those of the optimizer must not.
-        self._handles = [model.register_forward_pre_hook(WatchingHook(self._before))]
+        self._handles = [model.register_forward_pre_hook(WatchingHook(self._before, model))]
         self._passes = MicroSteps(model, tuner)
         # The last hook, which may remove the others: torch does not expect that of earlier ones.
-        self._handles.append(model.register_forward_hook(WatchingHook(self._after)))
+        self._handles.append(model.register_forward_hook(WatchingHook(self._after, model)))
         this = weakref.ref(self)
 
         def updating(*_: object) -> None:

@@ -50,6 +50,7 @@ from autotune.mechanics.kept import Kept, Objects, Reads, flattened, is_carrier,
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.muting import muted
 from autotune.mechanics.repeats import Repeats, is_due
+from autotune.mechanics.watching_hooks import seeing_saved
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class _Again(AbstractContextManager[None]):
             self._then.append((held, then))
         tensors = _tensors_of(parts)
         self._versions = [(one, version_of(one)) for one in tensors]
+        self._data = _data_of(tensors)
         self._then += [(vars(one), vars(one).copy()) for one in tensors if has_scalar_attributes(one)]
         self.buffers, self.constants = {}, {}
         if any(part._buffers for part in parts):
@@ -210,6 +212,10 @@ class _Again(AbstractContextManager[None]):
         stack.callback(_put_flags, flags)
         if self.recomputation.around is not None:
             stack.enter_context(self.recomputation.around.as_they_were())
+        # Code that gives a weight other data for the time of a call may never come to put the former back.
+        present = _data_of([one for one, _ in self._data])
+        stack.callback(_put_data, present)
+        _put_data(self._data)
         former = self._made_again()
         stack.callback(_restore, [(own, then if _holds(own, then) else own.copy()) for own, then in former])
         _restore(former)
@@ -219,6 +225,9 @@ class _Again(AbstractContextManager[None]):
             weight.requires_grad_(trained)
         if self.buffers or self.constants:
             stack.enter_context(self._buffers_as_they_were())
+        # Autograd keeps leaves themselves, so that a backward pass computes with the data that they have at its time.
+        leaves = {id(one): data for one, data in present if one.is_leaf}
+        stack.enter_context(seeing_saved(lambda tensor: leaves.get(id(tensor), tensor)))
         if self.repeats is not None:
             stack.callback(self.recomputation.take, self.repeats)
             stack.enter_context(self.repeats.again())
@@ -239,8 +248,7 @@ class _Again(AbstractContextManager[None]):
 def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
     """Return whether a recomputation must not end early, by an exception that checkpoint raises.
 
-    A method of the parts' classes may catch it, or release a lock later that it has acquired without ``with``, or put
-    back the ``data`` of a weight that it has replaced.
+    A method of the parts' classes may catch it, or release a lock later that it has acquired without ``with``.
     """
     kinds = dict.fromkeys(
         base
@@ -256,8 +264,7 @@ def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
 def _may_not_end(code: CodeType) -> bool:
     steps = [step.opname for step in dis.get_instructions(code)]
     bare = any(pair == ("PUSH_EXC_INFO", "POP_TOP") for pair in itertools.pairwise(steps))
-    swaps = any(step.opname == "STORE_ATTR" and step.argval == "data" for step in dis.get_instructions(code))
-    return bare or swaps or "CHECK_EXC_MATCH" in steps or not {"suppress", "acquire"}.isdisjoint(code.co_names)
+    return bare or "CHECK_EXC_MATCH" in steps or not {"suppress", "acquire"}.isdisjoint(code.co_names)
 
 
 def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -266,6 +273,18 @@ def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
         one for part in parts for owner in (part.__dict__, part._parameters) for one in owner.values()
     )
     return [one for one in held if type(one) in (torch.Tensor, nn.Parameter)]
+
+
+def _data_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each tensor with its present data."""
+    return [(one, one.data) for one in tensors]
+
+
+def _put_data(former: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Restore the data of those tensors that refer to other memory."""
+    for one, data in former:
+        if not one.is_set_to(data):
+            one.data = data
 
 
 def _put_flags(wanted: list[Any]) -> None:

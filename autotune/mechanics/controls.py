@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -273,12 +274,17 @@ def forward_order(
     calls: dict[str, int] = {}
 
     def watch(name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        module = model.get_submodule(name)
+
+        def hook(called: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
+            # Modules may share a dictionary of hooks.
+            if called is not module:
+                return
             calls[name] = calls.get(name, 0) + 1
             if on_call is not None:
                 on_call(name, args, kwargs)
 
-        return model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
 
     names = list(names)
     handles = [watch(name) for name in names]

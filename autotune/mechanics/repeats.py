@@ -12,10 +12,9 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from autotune.mechanics.devices import is_accelerator
+from autotune.mechanics.watching_hooks import seeing_saved
 
 # Comparisons begin after the probe of a unit's first call and after the traces that memory is planned from, and become
 # ever rarer. The calls have even and odd numbers, since a unit may be called several times in a step.
@@ -48,13 +47,18 @@ class _Numbers:
         self.places: list[int] = []
         self.count = 0
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Record a tensor's norm; parameters, subclasses, sparse and non-floating tensors are only counted."""
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Record a tensor's norm, and return the tensor.
+
+        Parameters, subclasses, sparse and non-floating tensors are only counted.
+        """
         place, self.count = self.count, self.count + 1
-        if isinstance(tensor, nn.Parameter) or type(tensor) is not torch.Tensor:
-            return
-        if tensor.layout is not torch.strided or not tensor.is_floating_point():
-            return
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if is_plain and tensor.is_floating_point():
+            self._add(tensor, place)
+        return tensor
+
+    def _add(self, tensor: torch.Tensor, place: int) -> None:
         with torch.no_grad():
             # In the tensor's own dtype: another one would need a converted copy, for which no memory was planned.
             found = torch.linalg.vector_norm(tensor.detach())
@@ -85,14 +89,14 @@ class Repeats:
         Args:
             watch: the other context.
         """
-        with _noting(self._then), watch:
+        with seeing_saved(self._then.add), watch:
             yield
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run a recomputation, which may end early, and compare what it saves."""
         now = _Numbers()
-        with _noting(now):
+        with seeing_saved(now.add):
             try:
                 yield
             finally:
@@ -110,20 +114,3 @@ class Repeats:
             )
             one, two = then.on_device[:count], now.on_device[:count]
             self.differs = self.differs | ~torch.isclose(one, two, _ROUNDING, 0.0, equal_nan=True).all()
-
-
-@contextmanager
-def _noting(numbers: _Numbers) -> Iterator[None]:
-    """Run the body, and record the norm of each tensor that the active hooks save."""
-    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
-    if top is None:
-        yield
-        return
-    pack, unpack = top
-
-    def noting(tensor: torch.Tensor) -> Any:
-        numbers.add(tensor)
-        return pack(tensor)
-
-    with saved_tensors_hooks(noting, unpack):
-        yield

@@ -9,8 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from autotune.mechanics.buffers import version_of
 
 Pack = Callable[[torch.Tensor], torch.Tensor]
+_WRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: [{} {}] is at "
+    "version {}; expected version {} instead."
+)
 
 # Those who observe what units with hooks of their own for saved tensors keep.
 _observers: list[Callable[[Iterable[torch.Tensor]], None]] = []
@@ -24,7 +31,7 @@ class WatchingHook:
 
     Args:
         watch: function that the hook calls.
-        watched: the module.
+        watched: the module; calls of others, which may share its dictionary of hooks, are ignored. ``None`` for any.
         copies: list to which references to copies of the module are added, for :func:`clear_copies`; ``None`` leaves
             a function that does nothing in the copies.
     """
@@ -38,7 +45,8 @@ class WatchingHook:
 
     def __call__(self, *args: Any) -> None:
         """Call the function."""
-        self._watch(*args)
+        if self._module is None or args[0] is self._module:
+            self._watch(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         """Return a function that does nothing."""
@@ -74,18 +82,22 @@ def yielding_saved_hooks(pack: Pack, gave_way: Callable[[], None]) -> Iterator[N
     """Observe the tensors that autograd saves for backward while the body runs, unless the body forbids hooks.
 
     ``torch.func`` and ``disable_saved_tensors_hooks()`` raise if hooks are set, so the hooks are removed before.
+    Autograd leaves it to hooks to check that nobody writes to a saved tensor, so that is checked here.
 
     Args:
         pack: function that receives each tensor and returns the one to save.
         gave_way: function that is called when the hooks are removed.
     """
     autograd: Any = torch._C._autograd
-    hooks = (pack, _unpacked)
     disable = autograd._saved_tensors_hooks_disable
+
+    def packed(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        kept = pack(tensor)
+        return kept, version_of(kept)
 
     def ours_on_top() -> bool:
         top = autograd._top_saved_tensors_default_hooks(True)
-        return top is not None and top[0] is pack
+        return top is not None and top[0] is packed
 
     def give_way(*args: Any, **kwargs: Any) -> None:
         if ours_on_top():
@@ -93,7 +105,7 @@ def yielding_saved_hooks(pack: Pack, gave_way: Callable[[], None]) -> Iterator[N
             gave_way()
         disable(*args, **kwargs)
 
-    autograd._push_saved_tensors_default_hooks(*hooks)
+    autograd._push_saved_tensors_default_hooks(packed, _unpacked)
     autograd._saved_tensors_hooks_disable = give_way
     try:
         yield
@@ -101,6 +113,22 @@ def yielding_saved_hooks(pack: Pack, gave_way: Callable[[], None]) -> Iterator[N
         autograd._saved_tensors_hooks_disable = disable
         if ours_on_top():
             autograd._pop_saved_tensors_default_hooks()
+
+
+@contextmanager
+def seeing_saved(see: Pack) -> Iterator[None]:
+    """Pass each tensor that autograd saves while the body runs to a function, and then to the active hooks, if any.
+
+    Args:
+        see: function that receives the tensor and returns the one for the hooks.
+    """
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
+    if top is None:
+        yield
+        return
+    pack, unpack = top
+    with saved_tensors_hooks(lambda tensor: pack(see(tensor)), unpack):
+        yield
 
 
 @contextmanager
@@ -128,5 +156,9 @@ def keeps(kept: Iterable[torch.Tensor]) -> None:
         observe(told)
 
 
-def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
+def _unpacked(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = saved
+    if version_of(tensor) != version:
+        shape = list(tensor.shape)
+        raise RuntimeError(_WRITTEN.format(tensor.type(), shape, version_of(tensor), version))  # as autograd does
     return tensor

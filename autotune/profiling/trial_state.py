@@ -33,6 +33,8 @@ _MOST_VALUES = 50_000
 # Larger copies are made on the host: a step's memory plan has no room for them. Larger buffers are copied only if the
 # model was seen to write to them.
 _SMALL_BYTES = 2**20
+# Words per checksum.
+_PIECE = 2**18
 # Whole numbers by their bytes.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Attributes that are not restored: they are not the user's, or are restored by themselves.
@@ -191,35 +193,54 @@ class Writes:
 
 
 class _Mark:
-    """The values of a tensor, as far as they show that it was written to: the sum of its bits, and some elements.
+    """A checksum of a tensor's values and their places, which shows that it was written to.
 
     Args:
         tensor: the tensor.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Torch does not compute with formats of 8 bits and less.
-        bits = _bits(tensor)
-        self._sum, self._elements = _sum(bits), sampled(bits)
+        self._shape, self._dtype, self._sums = tensor.shape, tensor.dtype, _sums(tensor)
 
     def differs(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has other values."""
-        bits = _bits(tensor)
-        return _sum(bits) != self._sum or not _same(sampled(bits), self._elements)
+        return tensor.shape != self._shape or tensor.dtype != self._dtype or _sums(tensor) != self._sums
+
+
+def _sums(tensor: torch.Tensor) -> list[int]:
+    """Return a checksum of each piece of a tensor."""
+    bits = _bits(tensor)
+    if not bits.numel():
+        return []
+    starts = bits.storage_offset() * bits.itemsize
+    wide = bits.view(torch.int64) if starts % 8 == 0 and bits.nbytes % 8 == 0 else bits
+    factors = _factors(min(len(wide), _PIECE), wide.device)
+    return torch.stack([_sum(piece.to(torch.int64), factors) for piece in wide.split(_PIECE)]).tolist()
+
+
+def _sum(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return the sum of whole numbers of 64 bits times factors that depend on their places, modulo 2^64."""
+    # Without the shift, flips of two highest bits would cancel: every factor is odd.
+    return words.bitwise_right_shift(31).bitwise_xor_(words).mul_(factors[: len(words)]).sum()
+
+
+def _factors(count: int, device: torch.device) -> torch.Tensor:
+    """Return different odd numbers, of which no few add up to 0."""
+    spread = torch.arange(1, count + 1, device=device).mul_(-7046029254386353131)  # 2^64 over the golden ratio
+    return spread.bitwise_right_shift(29).bitwise_xor_(spread).bitwise_or_(1)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a tensor's elements as whole numbers."""
-    own = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    return own.view(_WHOLE[own.dtype.itemsize])
-
-
-def _sum(bits: torch.Tensor) -> int:
-    # The sum overflows, which keeps it exact, in a format that needs no converted copy.
-    starts, size = bits.storage_offset() * bits.itemsize, bits.nbytes
-    fits = bits.is_contiguous() and starts % 8 == 0 and size % 8 == 0
-    wide = bits.reshape(-1).view(torch.int64) if fits else bits
-    return int(wide.sum(dtype=wide.dtype))
+    """Return the bits of a tensor's elements, in the order of memory where possible, as a row of whole numbers."""
+    own = tensor.detach().resolve_neg()
+    own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
+    for dimension, stride in enumerate(own.stride()):
+        if stride == 0 and own.shape[dimension]:
+            own = own.narrow(dimension, 0, 1)
+    # A transposed tensor is not copied.
+    own = own.permute(sorted(range(own.dim()), key=own.stride, reverse=True))
+    # Torch does not compute with formats of 8 bits and less.
+    return own.reshape(-1).view(_WHOLE[own.dtype.itemsize])
 
 
 def _is_marked(tensor: torch.Tensor) -> bool:

@@ -30,8 +30,8 @@ class MicroSteps:
         self._micro_batches = 0
         self._forwards = 0
         self._handles = [
-            model.register_forward_pre_hook(WatchingHook(self._before), with_kwargs=True),
-            model.register_forward_hook(WatchingHook(self._after), with_kwargs=True),
+            model.register_forward_pre_hook(WatchingHook(self._before, model), with_kwargs=True),
+            model.register_forward_hook(WatchingHook(self._after, model), with_kwargs=True),
         ]
 
     def begin(self) -> None:

@@ -374,7 +374,7 @@ class _Tuning(_Callback):
         return wrapped
 
     def _watch(self, model: nn.Module, tuner: LiveTuner) -> None:
-        self._handle = model.register_forward_hook(WatchingHook(self._forward_ended))
+        self._handle = model.register_forward_hook(WatchingHook(self._forward_ended, model))
         optimizer: Any = self._trainer.optimizer
         self.retry = Retry(
             tuner,
