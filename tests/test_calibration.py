@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,23 +118,65 @@ def test_file_holds_all_that_was_measured(machine: DeviceSpec, saved: Path) -> N
         {"bandwidth": "fast"},
         {"memory_bytes": float("inf")},
         {"threads": None},
+        {"threads": 0},
+        {"threads": True},
+        {"calibration": True},
+        {"calibration": 1.0},
+        {"is_cpu": "yes"},
+        {"block_bytes": 0},
+        {"block_bytes": 10**80},
+        {"memory_bytes": 1.5},
+        {"memory_bytes": 0},
+        {"context_bytes": 2**59},
+        {"flops": {"fp32": True}},
+        {"flops": {"fp32": 1e12, "inherit": 1e12}},
+        {"device": "\x1b]0;title\x07"},
+        {"device": "a" * 1000},
+        {"device": {"name": 1}},
+        {"seconds": 3.0},
     ],
 )
 def test_other_files_are_refused_in_one_sentence(saved: Path, change: dict[str, Any]) -> None:
     document = json.loads(saved.read_text())
     saved.write_text(json.dumps({**document, **change}))
-    with pytest.raises(InputError, match=r"machine\.json"):
+    with pytest.raises(InputError, match=r"machine\.json") as refused:
         machine_file.load(saved)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     "curve", [[[1.0], []], [[], []], [[2.0, 1.0], [1.0, 1.0]], [[1.0], [0.0]], [[1.0], [-1.0]], "x", [1.0, 2.0]]
 )
-def test_curves_must_ascend_with_positive_rates(curve: Any) -> None:
-    document = rates().to_json()
-    document["curves"]["aten.mm"]["float32"] = curve
-    with pytest.raises(InputError, match="no measured rates"):
-        MeasuredRates.from_json(document, "a file")
+def test_curves_must_ascend_with_positive_rates(saved: Path, curve: Any) -> None:
+    refused_with_rates(saved, lambda rates: rates["curves"]["aten.mm"].update(float32=curve))
+
+
+def refused_with_rates(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    document = json.loads(saved.read_text())
+    change(document["rates"])
+    saved.write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"machine\.json"):
+        machine_file.load(saved)
+
+
+@pytest.mark.parametrize("head", ["", "x", "0", "-32", "1e400", "9" * 5000, "9" * 9, "\u0663"])
+def test_heads_of_attention_have_a_size(saved: Path, head: str) -> None:
+    curve = {"float32": [[1.0], [1e9]]}
+    refused_with_rates(saved, lambda rates: rates["curves"].update({f"aten.attention/{head}": curve}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rates: rates["curves"].update({"aten.mul": {}}),
+        lambda rates: rates.update(call_s=1e308),
+        lambda rates: rates.update(recompute_s=-1.0),
+        lambda rates: rates["alike"].update(other="aten.unknown"),
+        lambda rates: rates["alike"].pop("product"),
+    ],
+)
+def test_rates_are_complete_and_finite(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    refused_with_rates(saved, change)
 
 
 def test_estimated_step_takes_half_the_time_on_a_machine_twice_as_fast(machine: DeviceSpec) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval
 
 from autotune.cost_model.device_table import DeviceSpec
-from autotune.cost_model.measured_rates import ALLOWED, MeasuredRates
+from autotune.cost_model.measured_rates import OTHER, PRODUCT, Curve, MeasuredRates
 from autotune.errors import InputError
-from autotune.io.files import read_json
+from autotune.io.documents import Bytes, Positive, document, read_document, shown
 from autotune.plan import Precision
 
 _VERSION = 1
+# Limits within which estimates stay finite: bytes, per second, seconds of one call, and the elements of a head.
+_Size = Annotated[int, Interval(ge=1, le=2**60)]
+_Rate = Annotated[float, Interval(ge=1, le=1e24)]
+_Overhead = Annotated[float, Interval(ge=0, le=3600)]
+_LARGEST_HEAD, _LONGEST = 2**16, 200
+_COMPUTED = {Precision.FP32, Precision.BF16, Precision.FP16}
 _NUMBERS = ("memory_bytes", "bandwidth", "block_bytes", "workspace_bytes", "context_bytes")
 
 
@@ -49,33 +57,70 @@ def load(path: Path) -> DeviceSpec:
     Raises:
         InputError: if the file is not one of ``autotune calibrate``.
     """
-    document = read_json(path)
-    if document.get("calibration") != _VERSION:
-        raise InputError("no calibration of this version", where=str(path), allowed=ALLOWED)
-    rates = MeasuredRates.from_json(_object(document, "rates", path), str(path))
-    try:
-        numbers = {name: document[name] for name in _NUMBERS}
-        flops = {Precision(name): float(rate) for name, rate in _object(document, "flops", path).items()}
-        told = f"autotune calibrate, with {int(document['threads'])} thread(s) and torch {document['torch']}"
-        known = Precision.FP32 in flops and all(
-            isinstance(value, int | float) and 0 <= value < math.inf for value in (*numbers.values(), *flops.values())
-        )
-        if not known:
-            raise ValueError("numbers are missing")
-        return DeviceSpec(
-            name=str(document["device"]),
-            flops=flops,
-            source=told,
-            is_cpu=bool(document["is_cpu"]),
-            measured=rates,
-            **numbers,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"no calibration ({error})", where=str(path), allowed=ALLOWED) from error
+    found = read_document(_Machine, path)
+    return DeviceSpec(
+        name=found.device,
+        flops=found.flops,
+        source=f"autotune calibrate, with {found.threads} thread(s) and torch {found.torch}",
+        is_cpu=found.is_cpu,
+        measured=found.rates.measured,
+        **{name: getattr(found, name) for name in _NUMBERS},
+    )
 
 
-def _object(document: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
-    found = document.get(key)
-    if not isinstance(found, Mapping):
-        raise InputError(f"{key} is {found!r}", where=str(path), allowed=ALLOWED)
-    return found
+@document
+class _Rates:
+    call_s: _Overhead
+    recompute_s: _Overhead
+    alike: Mapping[str, str]
+    curves: Mapping[str, Mapping[str, tuple[list[Positive], list[_Rate]]]]
+
+    def __post_init__(self) -> None:
+        for operator, formats in self.curves.items():
+            head = operator.partition("/")[2]
+            known = "/" not in operator or (head.isascii() and head.isdigit() and 0 < int(head[:9]) < _LARGEST_HEAD)
+            if not formats or not known:
+                raise _wrong(f"operator {shown(operator)}", "a name and, for attention, /SIZE, with rates of a format")
+            for sizes, rates in formats.values():
+                if not sizes or len(sizes) != len(rates) or any(one >= two for one, two in pairwise(sizes)):
+                    raise _wrong(f"the curve of {shown(operator)}", "sizes that ascend, with a rate for each")
+        if not {PRODUCT, OTHER} <= self.alike.keys() or not self.curves.keys() >= {*self.alike.values()}:
+            raise _wrong("alike", f"a measured operator for each kind, among them {PRODUCT} and {OTHER}")
+
+    @property
+    def measured(self) -> MeasuredRates:
+        curves = {
+            name: {dtype: Curve(tuple(sizes), tuple(rates)) for dtype, (sizes, rates) in formats.items()}
+            for name, formats in self.curves.items()
+        }
+        return MeasuredRates(curves=curves, alike=self.alike, call_s=self.call_s, recompute_s=self.recompute_s)
+
+
+@document
+class _Machine:
+    calibration: Annotated[int, Interval(ge=_VERSION, le=_VERSION)]
+    device: str
+    is_cpu: bool
+    threads: Annotated[int, Interval(ge=1, le=2**16)]
+    torch: str
+    memory_bytes: _Size
+    bandwidth: _Rate
+    block_bytes: _Size
+    workspace_bytes: Bytes
+    context_bytes: Bytes
+    flops: Mapping[Precision, _Rate]
+    rates: _Rates
+
+    def __post_init__(self) -> None:
+        for name in ("device", "torch"):
+            value = getattr(self, name)
+            if not value.strip() or not value.isprintable() or len(value) > _LONGEST:
+                raise _wrong(f"{name} is {shown(value)}", f"printable text of at most {_LONGEST} characters")
+        if Precision.FP32 not in self.flops or not self.flops.keys() <= _COMPUTED:
+            raise _wrong(f"flops are of {[str(one) for one in self.flops]}", "fp32, bf16, fp16, with fp32 among them")
+        if self.context_bytes >= self.memory_bytes:
+            raise _wrong(f"context_bytes is {self.context_bytes}", "less than memory_bytes")
+
+
+def _wrong(problem: str, allowed: str) -> InputError:
+    return InputError(problem, where="calibration", allowed=allowed)

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.errors import InputError
-
-ALLOWED = "a file that autotune calibrate wrote"
 PRODUCT, OTHER = "product", "other"
 # Tensors of which the rate of an operator does not depend much on their size.
 _LARGE_BYTES = 2**20
@@ -124,38 +121,3 @@ class MeasuredRates:
             for name, formats in self.curves.items()
         }
         return {"call_s": self.call_s, "recompute_s": self.recompute_s, "alike": dict(self.alike), "curves": curves}
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any], where: str) -> MeasuredRates:
-        """Return the rates of a JSON object.
-
-        Args:
-            found: the object.
-            where: the file, for messages.
-
-        Raises:
-            InputError: if the object does not hold rates.
-        """
-        try:
-            curves = {
-                str(name): {str(dtype): _curve(*pair) for dtype, pair in formats.items()}
-                for name, formats in found["curves"].items()
-            }
-            alike = {str(kind): str(name) for kind, name in found["alike"].items()}
-            overheads = {name: float(found[name]) for name in ("call_s", "recompute_s")}
-            rates = cls(curves=curves, alike=alike, **overheads)
-            known = {PRODUCT, OTHER} <= alike.keys() and all(curves.get(name) for name in alike.values())
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"no measured rates ({error})", where=where, allowed=ALLOWED) from error
-        if not known or not all(0 <= one < math.inf for one in overheads.values()):
-            raise InputError("rates of operators are missing", where=where, allowed=ALLOWED)
-        return rates
-
-
-def _curve(sizes: Sequence[float], rates: Sequence[float]) -> Curve:
-    found = Curve(tuple(map(float, sizes)), tuple(map(float, rates)))
-    values = (*found.sizes, *found.rates)
-    ascends = list(found.sizes) == sorted(set(found.sizes))
-    if len(found.sizes) != len(found.rates) or not values or not ascends or not all(0 < v < math.inf for v in values):
-        raise ValueError("sizes must ascend, with a positive rate for each")
-    return found
