@@ -113,8 +113,6 @@ def main() -> None:
     end_in_order()
     # Memory metering frees blocks that were allocated before profiling; the C++ warning about it is not useful.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Torch's profiler prints two lines each time it runs.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if "--json" in sys.argv:
         keep_stdout_for_json()
     sys.exit(run(sys.argv[1:]))

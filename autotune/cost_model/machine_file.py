@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Interval
+from annotated_types import Interval, Len
 
 from autotune.cost_model.device_table import DeviceSpec
-from autotune.cost_model.measured_rates import OTHER, PRODUCT, Curve, MeasuredRates
+from autotune.cost_model.measured_rates import OTHER, PRODUCT, MeasuredRates, Sample
 from autotune.errors import InputError
-from autotune.io.documents import Bytes, Positive, document, read_document, shown
+from autotune.io.documents import Bytes, NotNegative, document, read_document, shown
 from autotune.plan import Precision
 
-_VERSION = 1
+_VERSION = 2
 # Limits within which estimates stay finite: bytes, per second, seconds of one call, and the elements of a head.
 _Size = Annotated[int, Interval(ge=1, le=2**60)]
 _Rate = Annotated[float, Interval(ge=1, le=1e24)]
 _Overhead = Annotated[float, Interval(ge=0, le=3600)]
+_Time = Annotated[float, Interval(ge=1e-9, le=3600)]
 _LARGEST_HEAD, _LONGEST = 2**16, 200
 _COMPUTED = {Precision.FP32, Precision.BF16, Precision.FP16}
 _NUMBERS = ("memory_bytes", "bandwidth", "block_bytes", "workspace_bytes", "context_bytes")
@@ -73,27 +73,27 @@ class _Rates:
     call_s: _Overhead
     recompute_s: _Overhead
     alike: Mapping[str, str]
-    curves: Mapping[str, Mapping[str, tuple[list[Positive], list[_Rate]]]]
+    samples: Mapping[str, Mapping[str, Annotated[list[tuple[NotNegative, NotNegative, _Time]], Len(1)]]]
 
     def __post_init__(self) -> None:
-        for operator, formats in self.curves.items():
-            head = operator.partition("/")[2]
-            known = "/" not in operator or (head.isascii() and head.isdigit() and 0 < int(head[:9]) < _LARGEST_HEAD)
-            if not formats or not known:
-                raise _wrong(f"operator {shown(operator)}", "a name and, for attention, /SIZE, with rates of a format")
-            for sizes, rates in formats.values():
-                if not sizes or len(sizes) != len(rates) or any(one >= two for one, two in pairwise(sizes)):
-                    raise _wrong(f"the curve of {shown(operator)}", "sizes that ascend, with a rate for each")
-        if not {PRODUCT, OTHER} <= self.alike.keys() or not self.curves.keys() >= {*self.alike.values()}:
+        for operator, formats in self.samples.items():
+            base, _, variant = operator.partition("/")
+            sizes = "convolution" in base or (variant.isdecimal() and 0 < int(variant[:9]) < _LARGEST_HEAD)
+            if not formats or ("/" in operator and not (variant.isascii() and sizes)):
+                raise _wrong(f"operator {shown(operator)}", "a name and, for attention, /SIZE, with calls in a format")
+        if not {PRODUCT, OTHER} <= self.alike.keys() or not self.samples.keys() >= {*self.alike.values()}:
             raise _wrong("alike", f"a measured operator for each kind, among them {PRODUCT} and {OTHER}")
+        for kind, amount in ((PRODUCT, "operations"), (OTHER, "moved bytes")):
+            if not all(one[kind == OTHER] for known in self.samples[self.alike[kind]].values() for one in known):
+                raise _wrong(f"samples of {shown(self.alike[kind])}", f"{amount} above 0")
 
     @property
     def measured(self) -> MeasuredRates:
-        curves = {
-            name: {dtype: Curve(tuple(sizes), tuple(rates)) for dtype, (sizes, rates) in formats.items()}
-            for name, formats in self.curves.items()
+        samples = {
+            name: {dtype: tuple(Sample(*one) for one in known) for dtype, known in formats.items()}
+            for name, formats in self.samples.items()
         }
-        return MeasuredRates(curves=curves, alike=self.alike, call_s=self.call_s, recompute_s=self.recompute_s)
+        return MeasuredRates(samples=samples, alike=self.alike, call_s=self.call_s, recompute_s=self.recompute_s)
 
 
 @document

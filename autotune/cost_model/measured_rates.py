@@ -1,24 +1,25 @@
-"""Rates of one machine's operators, measured once, from which steps of jobs that never ran there are estimated.
+"""Times of one machine's operators, measured once, from which steps of jobs that never ran there are estimated.
 
-An operator that multiplies (a matrix product, a convolution, attention) takes its floating-point operations over a rate
-that grows with its arithmetic intensity, the operations per byte that it moves: thin matrices are slow. Any other takes
-its bytes over a rate that depends on how many there are: small tensors stay in caches, and large ones are allocated
-anew. Both are interpolated between measured sizes.
+A roofline gives an operator's time from its floating-point operations and the bytes that it moves, with the highest
+rates that were measured, and the time of the least call. How far real calls miss it is taken from the nearest ones that
+were measured: thin matrices are slow, small tensors stay in caches, and large ones are allocated anew.
 
-Source: the roofline model (Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785), with measured roofs.
+Source: the roofline model (Williams, Waterman and Patterson 2009, doi:10.1145/1498765.1498785), with measured roofs;
+weights of the nearest samples by inverse squared distance (Shepard 1968, doi:10.1145/800186.810616).
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from heapq import nsmallest
+from typing import Any, NamedTuple
 
 PRODUCT, OTHER = "product", "other"
-# Tensors of which the rate of an operator does not depend much on their size.
-_LARGE_BYTES = 2**20
+# The nearest samples that an estimate is taken from, and a squared distance that counts as none.
+_NEAREST, _NEAR = 3, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class Work:
     """What one call of an operator does.
 
     Attributes:
-        operator: its name, as in ``aten.mm``; of attention, ``/`` and the size of a head follow.
+        operator: its name, as in ``aten.mm``; of attention, ``/`` and the size of a head follow, of a convolution ``/``
+            and its kind.
         operations: floating-point operations of products; 0 for an operator without any.
         moved_bytes: bytes read and written.
         dtype: format of its first floating-point tensor, as in ``float32``.
@@ -37,52 +39,28 @@ class Work:
     moved_bytes: float
     dtype: str
 
-    @property
-    def size(self) -> float:
-        """Return what the rate depends on: operations per byte of a product, the bytes of any other operator."""
-        return self.operations / max(self.moved_bytes, 1.0) if self.operations else self.moved_bytes
 
-    @property
-    def amount(self) -> float:
-        """Return what the rate is a rate of: a product's operations, the bytes of any other operator."""
-        return self.operations or self.moved_bytes
+class Sample(NamedTuple):
+    """A measured call: its floating-point operations, the bytes that it moved, and its seconds."""
+
+    operations: float
+    moved_bytes: float
+    seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """An operator's measured rates in one format.
-
-    Attributes:
-        sizes: the sizes that were measured, ascending (:attr:`Work.size`).
-        rates: operations, or bytes, per second at each size.
-    """
-
-    sizes: tuple[float, ...]
-    rates: tuple[float, ...]
-
-    def rate(self, size: float) -> float:
-        """Return the rate at a size, linear between the logarithms of measured ones, and constant beyond them."""
-        above = bisect_left(self.sizes, size)
-        if above in (0, len(self.sizes)):
-            return self.rates[min(above, len(self.rates) - 1)]
-        low, high = math.log(self.sizes[above - 1]), math.log(self.sizes[above])
-        share = (math.log(size) - low) / (high - low)
-        return math.exp((1 - share) * math.log(self.rates[above - 1]) + share * math.log(self.rates[above]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasuredRates:
-    """The measured rates of a machine.
+    """The measured times of a machine's operators.
 
     Attributes:
-        curves: by operator, then by format.
-        alike: the operator whose curve stands for others of its kind, by kind: ``PRODUCT`` for all that multiply,
+        samples: calls by operator, then by format.
+        alike: the operator whose samples stand for others of its kind, by kind: ``PRODUCT`` for all that multiply,
             ``OTHER`` for those of no other kind.
         call_s: seconds that each call takes besides, in Python and in autograd.
         recompute_s: seconds that recomputing a unit takes besides its operators, for each call of it.
     """
 
-    curves: Mapping[str, Mapping[str, Curve]]
+    samples: Mapping[str, Mapping[str, tuple[Sample, ...]]]
     alike: Mapping[str, str]
     call_s: float
     recompute_s: float
@@ -94,30 +72,64 @@ class MeasuredRates:
             work: what it does.
             kind: its kind, for an operator that was not measured.
         """
-        if not work.amount:
+        if not work.operations and not work.moved_bytes:
             return self.call_s
         like = self.alike[PRODUCT] if work.operations else self.alike.get(kind, self.alike[OTHER])
-        curves = self.curves[self._nearest(work.operator) or like]
-        curve = curves.get(work.dtype) or next(iter(curves.values()))
-        rate = curve.rate(work.size)
-        if curve.sizes[-1] < min(work.size, _LARGE_BYTES) and not work.operations:
-            # Small tensors show the time of a call, not the rate of large ones.
-            common = self.curves[self.alike[OTHER]]
-            rate = max(rate, (common.get(work.dtype) or next(iter(common.values()))).rate(work.size))
-        return work.amount / rate + self.call_s
+        formats = self.samples[self._nearest_operator(work.operator) or like]
+        known = formats.get(work.dtype) or next(iter(formats.values()))
+        peak = max(one.operations / one.seconds for one in known)
 
-    def _nearest(self, operator: str) -> str | None:
+        def roof_s(operations: float, moved_bytes: float) -> float:
+            computing = operations / peak if peak else 0.0
+            return self._least_s + computing + moved_bytes / self.bandwidth
+
+        def distance(one: Sample) -> float:
+            return _distance(one.operations, work.operations) + _distance(one.moved_bytes, work.moved_bytes)
+
+        nearest = nsmallest(_NEAREST, ((distance(one), one) for one in known))
+        weights = [1 / (far + _NEAR) for far, _ in nearest]
+        missed = [math.log(one.seconds / roof_s(one.operations, one.moved_bytes)) for _, one in nearest]
+        mean = sum(map(float.__mul__, weights, missed)) / sum(weights)
+        return roof_s(work.operations, work.moved_bytes) * math.exp(mean) + self.call_s
+
+    @cached_property
+    def bandwidth(self) -> float:
+        """Return the highest rate of an operator that multiplies nothing, in bytes read and written per second."""
+        return max(one.moved_bytes / one.seconds for one in _all(self.samples[self.alike[OTHER]]))
+
+    def highest_rate(self, dtype: str) -> float:
+        """Return the highest rate of a product in a format, in floating-point operations per second."""
+        return max(one.operations / one.seconds for one in self.samples[self.alike[PRODUCT]][dtype])
+
+    @cached_property
+    def _least_s(self) -> float:
+        """Return the seconds of the least calls, without single ones that the clock missed."""
+        seconds = sorted(one.seconds for formats in self.samples.values() for one in _all(formats))
+        return seconds[len(seconds) // 20]
+
+    def _nearest_operator(self, operator: str) -> str | None:
         """Return the measured operator of a name, for attention with the nearest size of heads; ``None`` for none."""
-        if operator in self.curves or "/" not in operator:
-            return operator if operator in self.curves else None
-        base, _, size = operator.partition("/")
-        sizes = {int(one.partition("/")[2]): one for one in self.curves if one.startswith(f"{base}/")}
-        return sizes[min(sizes, key=lambda own: abs(math.log(own / int(size))))] if sizes else None
+        base, _, variant = operator.partition("/")
+        if operator in self.samples or not variant:
+            return operator if operator in self.samples else None
+        others = [one for one in self.samples if one.startswith(f"{base}/")]
+        if not others or not variant.isdigit():
+            return others[0] if others else None
+        return min(others, key=lambda one: abs(math.log(int(one.partition("/")[2]) / int(variant))))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the rates as a JSON object."""
-        curves = {
-            name: {dtype: [list(curve.sizes), list(curve.rates)] for dtype, curve in formats.items()}
-            for name, formats in self.curves.items()
+        """Return the times as a JSON object."""
+        samples = {
+            name: {dtype: [list(one) for one in known] for dtype, known in formats.items()}
+            for name, formats in self.samples.items()
         }
-        return {"call_s": self.call_s, "recompute_s": self.recompute_s, "alike": dict(self.alike), "curves": curves}
+        return {"call_s": self.call_s, "recompute_s": self.recompute_s, "alike": dict(self.alike), "samples": samples}
+
+
+def _all(formats: Mapping[str, Iterable[Sample]]) -> Iterable[Sample]:
+    return (one for known in formats.values() for one in known)
+
+
+def _distance(one: float, two: float) -> float:
+    """Return the squared distance of two amounts; those below 1 count as 1."""
+    return math.log(max(one, 1.0) / max(two, 1.0)) ** 2

@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -274,14 +274,18 @@ def traces_memory(device: AnyDevice) -> bool:
 
 @contextmanager
 def profiled(*, memory: bool = False) -> Iterator[profile]:
-    """Profile what the host does, without the lines that the profiler's library prints on stderr at each use.
+    """Profile what the host does, without printing anything.
 
     Args:
         memory: whether allocations are traced.
     """
-    quiet = variable("KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL") or "99")
-    with quiet, profile(use_kineto=True, profile_memory=memory) as found:
+    with quiet_profiler(), profile(use_kineto=True, profile_memory=memory) as found:
         yield found
+
+
+def quiet_profiler() -> AbstractContextManager[None]:
+    """Return a context in which the library of torch's profiler prints nothing."""
+    return variable("KINETO_LOG_LEVEL", os.environ.get("KINETO_LOG_LEVEL") or "99")
 
 
 def autocast_dtypes(device: AnyDevice) -> tuple[torch.dtype, ...]:

@@ -151,10 +151,11 @@ def strided(value: torch.Tensor) -> list[torch.Tensor]:
         names, _ = value.__tensor_flatten__()
         parts = [getattr(value, name) for name in names]
         return [inner for part in parts if isinstance(part, torch.Tensor) for inner in strided(part)]
-    return [part for part in _parts(value) if _is_stored(part)]
+    return [part for part in dense_parts(value) if _is_stored(part)]
 
 
-def _parts(value: torch.Tensor) -> list[torch.Tensor]:
+def dense_parts(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors of which a tensor of any layout consists; empty for a layout that is not known."""
     layout = value.layout
     if layout is torch.strided:
         return [value]

@@ -20,7 +20,7 @@ from torch import nn
 
 from autotune.choices import DEFAULT_STORAGES
 from autotune.cost_model.device_table import DeviceSpec, find_device
-from autotune.cost_model.measured_rates import OTHER, PRODUCT, Curve, MeasuredRates
+from autotune.cost_model.measured_rates import OTHER, PRODUCT, MeasuredRates, Sample
 from autotune.mechanics import controls, devices
 from autotune.mechanics.precision import computing_in, useful_precisions
 from autotune.mechanics.randomness import isolated, seed_all
@@ -30,7 +30,7 @@ from autotune.profiling.operator_times import TimedCall, timed_calls
 
 # Steps of each network that are timed as a whole, and by operator.
 _WHOLE_STEPS, _WATCHED_STEPS = 3, 2
-# Sizes within this factor are one point of a curve.
+# Calls of one operator whose operations and bytes are within this factor are one sample.
 _BIN = 2.0
 # Units that compute nothing, and steps in which recomputing them is timed.
 _IDLE_UNITS, _IDLE_STEPS = 20, 10
@@ -105,17 +105,66 @@ class _Convolutions(nn.Module):
         return torch.randn(samples, 3, self.side, self.side)
 
 
-class _Recurrent(nn.Module):
-    """An LSTM, and a cell of one's own in a loop."""
+class _Grouped(nn.Module):
+    """Depthwise convolutions between pointwise ones, grouped ones, transposed ones and group normalisation."""
 
-    def __init__(self, width: int, length: int) -> None:
+    def __init__(self, width: int, side: int) -> None:
+        super().__init__()
+        self.side = side
+        self.first = nn.Conv2d(3, width, 3, stride=2, padding=1)
+        self.depthwise = nn.ModuleList(
+            nn.Conv2d(width, width, size, padding=size // 2, groups=width) for size in (3, 7)
+        )
+        self.grouped = nn.Conv2d(width, width, 3, padding=1, groups=4, bias=False)
+        self.wide, self.narrow = nn.Conv2d(width, 4 * width, 1), nn.Conv2d(4 * width, width, 1)
+        self.norm, self.up = nn.GroupNorm(4, width), nn.ConvTranspose2d(width, 8, 2, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the outputs."""
+        rows = self.first(images)
+        for depthwise in self.depthwise:
+            rows = rows + self.narrow(F.relu6(self.wide(self.norm(depthwise(rows)))))
+        found: torch.Tensor = self.up(F.silu(self.grouped(rows)))
+        return found.float().square().mean()
+
+    def inputs(self, samples: int) -> torch.Tensor:
+        """Return a batch."""
+        return torch.randn(samples, 3, self.side, self.side)
+
+
+class _Spatial(nn.Module):
+    """Convolutions of one or three dimensions."""
+
+    def __init__(self, width: int, side: int, dimensions: int) -> None:
+        super().__init__()
+        self.shape = (side,) * dimensions
+        kind: type[nn.Conv1d | nn.Conv3d] = nn.Conv1d if dimensions == 1 else nn.Conv3d
+        self.layers = nn.Sequential(
+            kind(1, width, 3, padding=1), nn.ReLU(), kind(width, width, 3, padding=1), nn.GELU()
+        )
+        self.down = kind(width, 2 * width, 3, stride=2, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the outputs."""
+        found: torch.Tensor = self.down(self.layers(images))
+        return found.float().square().mean()
+
+    def inputs(self, samples: int) -> torch.Tensor:
+        """Return a batch."""
+        return torch.randn(samples, 1, *self.shape)
+
+
+class _Recurrent(nn.Module):
+    """An LSTM or a GRU, and a cell of one's own in a loop."""
+
+    def __init__(self, width: int, length: int, kind: type[nn.LSTM | nn.GRU] = nn.LSTM) -> None:
         super().__init__()
         self.shape = (length, width)
-        self.lstm, self.cell = nn.LSTM(width, width, batch_first=True), nn.Linear(2 * width, width)
+        self.layer, self.cell = kind(width, width, batch_first=True), nn.Linear(2 * width, width)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the mean square of the outputs."""
-        rows = self.lstm(rows)[0]
+        rows = self.layer(rows)[0]
         state = rows[:, 0]
         for place in range(min(rows.shape[1], 8)):
             state = torch.tanh(self.cell(torch.cat([state, rows[:, place]], dim=-1)))
@@ -145,11 +194,35 @@ class _Perceptron(nn.Module):
         return torch.randn(samples, self.width)
 
 
+class _Tables(nn.Module):
+    """Tables, sums of their rows, batch normalisation, and sorting, sums and masks along a dimension."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.table, self.bag = nn.Embedding(rows, width), nn.EmbeddingBag(rows, width)
+        self.norm, self.mixed = nn.BatchNorm1d(width), nn.Linear(width, width)
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the outputs."""
+        found: torch.Tensor = self.mixed(self.norm(self.bag(keys) + self.table(keys[:, 0])))
+        found = found.sort(dim=-1).values + found.cumsum(dim=-1) + torch.fft.fft(found.float()).real
+        found = found.masked_fill(found > found.topk(4, dim=-1).values[:, -1:], 0.0).clamp(-3.0, 3.0)
+        return ((found.abs() + 1.0).pow(1.5).log() * found.sin()).exp().float().mean()
+
+    def inputs(self, samples: int) -> torch.Tensor:
+        """Return a batch."""
+        return torch.randint(0, self.rows, (samples, 32))
+
+
+_Network = _Transformer | _Convolutions | _Grouped | _Spatial | _Recurrent | _Perceptron | _Tables
+
+
 @dataclass(frozen=True, slots=True)
 class _Workload:
     """A network, the samples of its batches, and its optimizer."""
 
-    make: Callable[[], _Transformer | _Convolutions | _Recurrent | _Perceptron]
+    make: Callable[[], _Network]
     samples: int
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -165,9 +238,13 @@ def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 WORKLOADS = (
     _Workload(lambda: _Perceptron(8), 8, _adam),
     _Workload(lambda: _Perceptron(64), 32, _adam),
+    _Workload(lambda: _Perceptron(256), 1, _adam),
+    _Workload(lambda: _Perceptron(1024), 1, _sgd),
+    _Workload(lambda: _Perceptron(2048), 8, _sgd),
     _Workload(lambda: _Perceptron(256), 64, _sgd),
     _Workload(lambda: _Perceptron(1024), 128, _adam),
     _Workload(lambda: _Transformer(64, 4, 32, 64, gated=False), 8, _adam),
+    _Workload(lambda: _Transformer(128, 4, 64, 1024, gated=False), 1, _adam),
     _Workload(lambda: _Transformer(128, 2, 64, 128, gated=True), 8, _adam),
     _Workload(lambda: _Transformer(96, 6, 256, 256, gated=False), 8, _adam),
     _Workload(lambda: _Transformer(256, 8, 128, 256, gated=True), 32, _adam),
@@ -182,7 +259,16 @@ WORKLOADS = (
     _Workload(lambda: _Convolutions(64, 32), 32, _adam),
     _Workload(lambda: _Convolutions(96, 8), 64, _sgd),
     _Workload(lambda: _Convolutions(128, 16), 16, _sgd),
+    _Workload(lambda: _Convolutions(32, 64), 2, _sgd),
+    _Workload(lambda: _Grouped(32, 32), 16, _adam),
+    _Workload(lambda: _Grouped(64, 16), 4, _adam),
+    _Workload(lambda: _Grouped(128, 32), 8, _sgd),
+    _Workload(lambda: _Spatial(16, 16, 3), 4, _sgd),
+    _Workload(lambda: _Spatial(32, 1024, 1), 8, _adam),
+    _Workload(lambda: _Tables(64, 1000), 64, _adam),
+    _Workload(lambda: _Tables(256, 20_000), 256, _sgd),
     _Workload(lambda: _Recurrent(64, 16), 16, _adam),
+    _Workload(lambda: _Recurrent(128, 32, nn.GRU), 8, _adam),
     _Workload(lambda: _Recurrent(256, 32), 32, _adam),
 )
 
@@ -211,17 +297,18 @@ def calibrated(device: torch.device, *, on_progress: Callable[[float], None] = l
             on_progress((number + 1) / len(WORKLOADS))
     rest = statistics.median(rests)
     # Watching each call takes longer than what Python and autograd do between calls.
+    calls = [call for call in calls if call.work.operations or call.work.moved_bytes]
     calls = [replace(call, seconds=max(call.seconds + min(rest, 0.0), _LEAST_SHARE * call.seconds)) for call in calls]
     rates = MeasuredRates(
-        curves=_curves(calls), alike=_alike(calls), call_s=max(rest, 0.0), recompute_s=_recompute_s(device)
+        samples=_samples(calls), alike=_alike(calls), call_s=max(rest, 0.0), recompute_s=_recompute_s(device)
     )
     if devices.is_accelerator(device):
         return replace(find_device(devices.device_name(device)), measured=rates)
     return DeviceSpec(
         name=devices.device_name(device),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        bandwidth=max(max(curve.rates) for curve in rates.curves["aten.add"].values()),
-        flops={one: max(rates.curves["aten.mm"][one.dtype].rates) for one in formats},
+        bandwidth=rates.bandwidth,
+        flops={one: rates.highest_rate(one.dtype) for one in formats},
         source="measured",
         is_cpu=True,
         measured=rates,
@@ -273,32 +360,32 @@ def _alike(calls: Iterable[TimedCall]) -> dict[str, str]:
     """Return the operator of each kind that took most time, which stands for others of its kind."""
     seconds: dict[str, Counter[str]] = {}
     for call in calls:
-        if call.work.amount and not call.work.operations:
+        if not call.work.operations:
             seconds.setdefault(kind_of(call.work.operator), Counter())[call.work.operator] += call.seconds  # type: ignore[assignment]
     found = {kind: total.most_common(1)[0][0] for kind, total in seconds.items()}
     return {**found, PRODUCT: "aten.mm", OTHER: "aten.add"}
 
 
-def _curves(calls: Iterable[TimedCall]) -> dict[str, dict[str, Curve]]:
-    """Return each operator's curves by format."""
-    sorted_calls: dict[str, dict[str, list[TimedCall]]] = {}
-    for call in (one for one in calls if one.work.amount):
-        sorted_calls.setdefault(call.work.operator, {}).setdefault(call.work.dtype, []).append(call)
+def _samples(calls: Iterable[TimedCall]) -> dict[str, dict[str, tuple[Sample, ...]]]:
+    """Return calls by operator and format; the median of those that do about the same, since some are interrupted."""
+    sorted_calls: dict[str, dict[str, dict[tuple[int, int], list[TimedCall]]]] = {}
+    for call in calls:
+        work = call.work
+        formats = sorted_calls.setdefault(work.operator, {}).setdefault(work.dtype, {})
+        formats.setdefault((_bin(work.operations), _bin(work.moved_bytes)), []).append(call)
     return {
-        name: {dtype: _curve(own) for dtype, own in formats.items()} for name, formats in sorted(sorted_calls.items())
+        name: {dtype: tuple(_sample(own) for _, own in sorted(bins.items())) for dtype, bins in formats.items()}
+        for name, formats in sorted(sorted_calls.items())
     }
 
 
-def _curve(calls: Sequence[TimedCall]) -> Curve:
-    """Return the rates of calls of one operator in one format, by size."""
-    bins: dict[int, list[TimedCall]] = {}
-    for call in calls:
-        bins.setdefault(round(math.log(max(call.work.size, 1e-9), _BIN)), []).append(call)
-    points = [_point(own) for _, own in sorted(bins.items())]
-    return Curve(tuple(size for size, _ in points), tuple(rate for _, rate in points))
+def _bin(amount: float) -> int:
+    return round(math.log(max(amount, 1.0), _BIN))
 
 
-def _point(calls: Sequence[TimedCall]) -> tuple[float, float]:
-    size = math.exp(statistics.fmean(math.log(call.work.size) for call in calls))
-    # The median, because single calls are interrupted.
-    return size, statistics.median(call.work.amount / max(call.seconds, 1e-9) for call in calls)
+def _sample(calls: Sequence[TimedCall]) -> Sample:
+    return Sample(
+        statistics.fmean(call.work.operations for call in calls),
+        statistics.fmean(call.work.moved_bytes for call in calls),
+        max(statistics.median(call.seconds for call in calls), 1e-9),
+    )

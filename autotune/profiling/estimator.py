@@ -29,7 +29,7 @@ from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.mechanics import controls, devices
 from autotune.mechanics.cutting import Cutting
-from autotune.mechanics.memory_meter import resident_tensors
+from autotune.mechanics.memory_meter import dense_parts, resident_tensors
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.releasing import released
 from autotune.mechanics.step_trace import Phase
@@ -105,12 +105,13 @@ def estimate(job: Job, device: DeviceSpec, *, on_progress: Callable[[float], Non
             where=f"job {job.name!r}",
             allowed="autotune profile on the device itself",
         ) from error
+    figures = "published figures" if device.measured is None else "measured rates"
     return replace(
         assemble(record, run.space),
         seconds=time.perf_counter() - began,
         steps=0,
         warnings=(
-            f"estimated from published figures ({device.source}); nothing was measured",
+            f"estimated from {figures} ({device.source}); no step was measured",
             *(f"{one} cannot be estimated, only profiled" for one in offered(job.storages) if one in COMPILED_STORAGES),
         ),
         estimated=True,
@@ -237,7 +238,7 @@ class _FakeRun:
                     (loss * (1.0 / len(pieces))).backward()
             begin("update")
             del loss
-        self._optimizer.step()
+        ask(self._job, "optimizer.step", self._optimizer.step)
         self._optimizer.zero_grad(set_to_none=True)
 
     def _attention(self) -> contextlib.AbstractContextManager[None]:
@@ -256,7 +257,8 @@ class _FakeRun:
 
     def _bytes(self, values: list[torch.Tensor]) -> int:
         """Return the bytes that the device's allocator counts for the storages of fake tensors, each once."""
-        storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}
+        parts = [part.untyped_storage() for value in values for part in dense_parts(value)]
+        storages = {part._cdata: part.nbytes() for part in parts}
         return sum(self._device.allocated(size) for size in storages.values())
 
 

@@ -17,7 +17,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autotune.cost_model.measured_rates import Work
 from autotune.engines.torch_engine import TorchEngine
@@ -26,7 +25,7 @@ from autotune.mechanics import devices
 from autotune.mechanics.flops import matmul_peak
 from autotune.mechanics.precision import DTYPES
 from autotune.plan import Precision
-from autotune.profiling.fake_trace import work_of
+from autotune.profiling.fake_trace import parts_of, work_of
 from autotune.profiling.operator_kinds import UPDATE, kind_of
 
 COMPUTE, MEMORY = "compute-bound", "memory-bound"
@@ -143,7 +142,8 @@ def timed_calls(device: torch.device, run: Callable[[], None]) -> list[TimedCall
     if own is None:
         raise EngineError(f"torch's profiler does not time operators on {device.type}")
     observed, on_device, found = _Observed(), devices.is_accelerator(device), []
-    with profile(activities={ProfilerActivity.CPU, own}, acc_events=True) as profiler, observed.updates(), observed:
+    profiler = profile(activities={ProfilerActivity.CPU, own}, acc_events=True)
+    with devices.quiet_profiler(), profiler, observed.updates(), observed:
         run()
     for event in profiler.events():
         call = observed.calls[int(event.name.removeprefix(_MARK))] if event.name.startswith(_MARK) else None
@@ -192,9 +192,8 @@ def _is_view(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     """Return whether an operator only returns what it was given, or no tensor."""
     if func._schema.is_mutable:
         return False
-    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return all(leaf.untyped_storage()._cdata in given for leaf in made)
+    given = {part.untyped_storage()._cdata for part in parts_of((args, kwargs))}
+    return all(part.untyped_storage()._cdata in given for part in parts_of(result))
 
 
 def _copy_bandwidth(device: str) -> float:
