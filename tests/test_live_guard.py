@@ -16,6 +16,7 @@ from autotune.cost_model.time_model import seconds_per_step
 from autotune.live.guard import Breaker, Situation, SlowdownCheck, fallback, judge
 from autotune.live.placement import Placements, usable
 from autotune.live.tripwires import Reading, Wires
+from autotune.profiling.memory_scaling import Scaling
 from autotune.simulator.random_jobs import Shape, draw_profile
 
 FREE = Limits(min_steps_between_switches=0, canary_steps=0, gain_frac=0.0)
@@ -70,7 +71,7 @@ def test_interpolated_predictions_are_never_below_the_memory_model(placements: P
 
 def test_memory_beyond_the_largest_traced_size_is_assumed_to_grow_fast(profile: Profile) -> None:
     plan = profile.space.baseline()
-    steep, gentle = Placements(profile), Placements(profile, square_share=0.5)
+    steep, gentle = Placements(profile), Placements(profile, scaling=Scaling(square_share=0.5))
     assert steep.peak_bytes(plan, 1.5) > gentle.peak_bytes(plan, 1.5)
     assert steep.peak_bytes(plan, 0.5) == gentle.peak_bytes(plan, 0.5)
     assert steep.peak_bytes(plan, 100.0) == float("inf")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from autotune.choices import STORAGES
 from autotune.cost_model.profile import Profile
 from autotune.live.rank_channel import Ranks
 from autotune.plan import Plan, Precision, Storage
+from autotune.profiling.memory_scaling import Scaling
 
 LOCKED_ELSEWHERE = "another rank's batch speaks against it"
 # Above the position of every storage, from the fastest to the leanest: the unit is locked.
@@ -43,14 +44,14 @@ class Decision:
         open: Whether the circuit breaker has opened: no plan is switched any more.
         trusts: Whether the circuit breaker allows switches now.
         profile: The profile to predict with from now on; ``None`` to keep the current one.
-        square_share: Share of memory that grows with the square of the batch size beyond the profiled size.
+        scaling: Bounds of memory at other batch sizes than the profiled one.
     """
 
     plan: Plan
     open: bool
     trusts: bool
     profile: Profile | None
-    square_share: float
+    scaling: Scaling
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that is sent to the other ranks."""
@@ -59,7 +60,7 @@ class Decision:
             "open": self.open,
             "trusts": self.trusts,
             "profile": None if self.profile is None else self.profile.to_json(),
-            "square_share": self.square_share,
+            "scaling": astuple(self.scaling),
         }
 
     @classmethod
@@ -70,7 +71,7 @@ class Decision:
             open=bool(told["open"]),
             trusts=bool(told["trusts"]),
             profile=None if told["profile"] is None else Profile.from_json(told["profile"]),
-            square_share=float(told["square_share"]),
+            scaling=Scaling(*map(float, told["scaling"])),
         )
 
 

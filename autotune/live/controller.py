@@ -37,6 +37,7 @@ from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.step_trace import Phase
 from autotune.plan import Plan, Storage
+from autotune.profiling.memory_scaling import Scaling
 from autotune.profiling.own_time import OwnTime
 from autotune.profiling.step_peaks import StepPeaks
 from autotune.profiling.trial_passes import Outcome
@@ -401,7 +402,7 @@ class Pilot:
         phase.decide_on(decided)
         if self._agreement.many:
             profile = replace(phase.placements.profile, accumulation_choices=self.ks)
-            self._adopt(profile, phase.placements.square_share)
+            self._adopt(profile, phase.placements.scaling)
         else:
             self._take_profile()
 
@@ -666,7 +667,7 @@ class Pilot:
         if profile is None:
             return
         self._news = False
-        self._adopt(profile, self._profiler.growth.beyond)
+        self._adopt(profile, self._profiler.growth.scaling)
         policy, size, ks = self.decider.policy, profile.tables[0].batch_bytes, set(profile.space.accumulation_choices)
         if isinstance(policy, PlanningPolicy) and (size > _BEGIN_AGAIN * self._begun or ks > self._begun_ks):
             self._begun, self._begun_ks = size, ks
@@ -690,13 +691,13 @@ class Pilot:
         self._check = SlowdownCheck()
         self.log.write("locked", self.step, what="profile", reason=failed)
 
-    def _adopt(self, profile: Profile, square_share: float) -> None:
+    def _adopt(self, profile: Profile, scaling: Scaling) -> None:
         """Use a profile for predictions from now on."""
         phase = self.phase = Profiled(
             profile,
             self.phase,
             budget_bytes=self._allowed,
-            square_share=square_share,
+            scaling=scaling,
             largest_bytes=self._past.largest_bytes,
         )
         self._peaks.correct(phase.peak_bytes)
@@ -706,7 +707,8 @@ class Pilot:
             "profiled",
             self.step,
             units=len(profile.units),
-            square_share=square_share,
+            kept_share=scaling.kept_share,
+            square_share=scaling.square_share,
             autocast=None if autocast is None else str(autocast),
             locks=self.locks,
             scores=[asdict(score) for score in self._profiler.knowledge.scores],
@@ -754,14 +756,14 @@ class Pilot:
                 open=self.breaker.open,
                 trusts=self.breaker.allows(self.step),
                 profile=placements.profile if news and placements is not None else None,
-                square_share=self._profiler.growth.beyond,
+                scaling=self._profiler.growth.scaling,
             )
         )
 
     def _follow(self, decision: Decision) -> None:
         """Adopt the first rank's profile and decision."""
         if decision.profile is not None:
-            self._adopt(decision.profile, decision.square_share)
+            self._adopt(decision.profile, decision.scaling)
         self.breaker.open = self.breaker.open or decision.open
         plan = self.phase.space.check(decision.plan)
         if plan != self.phase.decided:

@@ -401,8 +401,8 @@ class Lessons:
     def _placements(self) -> Placements | None:
         """Return the plans of a profile of all steps seen so far; ``None`` if no step was traced."""
         profile = self._knowledge.profile(self._allowed.space, self.ahead.samples)
-        growth = self._knowledge.growth.beyond
-        return None if profile is None else Placements(profile, self.budget_bytes, growth)
+        scaling = self._knowledge.growth.scaling
+        return None if profile is None else Placements(profile, self.budget_bytes, scaling)
 
     def _length(self, placements: Placements) -> float:
         return self.ahead.largest_bytes / placements.profile.tables[0].batch_bytes

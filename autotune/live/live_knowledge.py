@@ -19,7 +19,7 @@ from autotune.mechanics.stepping import unevenness
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.attribution import attribute
 from autotune.profiling.live_profile import LiveTrace, live_profile
-from autotune.profiling.memory_scaling import Growth, grown
+from autotune.profiling.memory_scaling import Growth
 from autotune.profiling.step_record import TimedStep, recomputed_units, silent_units
 from autotune.profiling.step_signature import Signature
 
@@ -123,7 +123,7 @@ class Knowledge:
         if plan not in self._peaks:
             return None
         needed, traced_bytes, _ = self._peaks[plan]
-        return self._static + needed * max(grown(batch_bytes / max(traced_bytes, 1), self.growth.beyond), 1.0)
+        return self._static + needed * max(self.growth.scaling.at(batch_bytes / max(traced_bytes, 1)), 1.0)
 
     def times_of(self, plan: Plan) -> int:
         """Return how often a plan was timed."""
@@ -235,7 +235,7 @@ class Knowledge:
         )
         if use.expected is not None:
             self._score(use.expected, plan, max(step.batch_bytes, whole))
-        former_law = self.growth.within, self.growth.beyond
+        former_law = self.growth.within, self.growth.scaling
         belongs = self._is_densest(plan, level / max(largest, 1), signature)
         self._peaks[plan] = needed, largest, whole
         if not belongs:
@@ -245,7 +245,7 @@ class Knowledge:
         former = self.seen.get(plan)
         if former is not None and former.batch_bytes > equal:
             # A smaller batch only shows how memory grows.
-            return former_law != (self.growth.within, self.growth.beyond)
+            return former_law != (self.growth.within, self.growth.scaling)
         self.seen[plan] = seen
         return True
 

@@ -88,6 +88,7 @@ class Profiled(_Event):
     """The run has been profiled."""
 
     units: Count
+    kept_share: Quantity | None = None
     square_share: Quantity | None = None
     growth: Quantity | None = None
     autocast: _Text | None = None

@@ -11,6 +11,7 @@ from autotune.cost_model.profile import Profile
 from autotune.live.guard import fallback
 from autotune.live.placement import Placements, usable
 from autotune.plan import Plan, PlanSpace
+from autotune.profiling.memory_scaling import Scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Profiled:
         profile: The profile.
         former: The former phase, whose decided plan is kept if it fits.
         budget_bytes: The current budget; ``None`` for none.
-        square_share: As for :class:`Placements`.
+        scaling: As for :class:`Placements`.
         largest_bytes: Bytes of the largest recent batch; 0 if there was none.
     """
 
@@ -93,12 +94,12 @@ class Profiled:
         former: Unprofiled | Profiled,
         *,
         budget_bytes: int | None,
-        square_share: float,
+        scaling: Scaling,
         largest_bytes: int,
     ) -> None:
         self.space = profile.space
         self.baseline = self.space.baseline()
-        self.placements = Placements(profile, budget_bytes, square_share)
+        self.placements = Placements(profile, budget_bytes, scaling)
         self._batch_bytes = profile.tables[0].batch_bytes
         # The profile does not know units that were never called.
         precision = {name: former.decided.precision_of(name) for name in self.baseline.precision}

@@ -18,7 +18,7 @@ from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, ProfileError
 from autotune.mechanics.stepping import unevenness
 from autotune.plan import Plan
-from autotune.profiling.memory_scaling import grown
+from autotune.profiling.memory_scaling import Scaling
 
 # One set of costs, which the live run has measured; with more, planning would take seconds.
 _SETTINGS = PoolSettings(size=128, worlds=1, budgets=32, rounds=1, changes=1024)
@@ -33,17 +33,17 @@ class Placements:
 
     Attributes:
         profile: the profile.
-        square_share: as the argument.
+        scaling: as the argument.
 
     Args:
         profile: costs of the run.
         budget_bytes: the current budget, whose exact optimum is among the plans; ``None`` for none.
-        square_share: share of the profiled size's memory that may grow with the square of the size beyond it.
+        scaling: bounds of memory at other sizes than the profiled one.
     """
 
-    def __init__(self, profile: Profile, budget_bytes: int | None = None, square_share: float = 1.0) -> None:
+    def __init__(self, profile: Profile, budget_bytes: int | None = None, scaling: Scaling | None = None) -> None:
         self.profile = profile
-        self.square_share = square_share
+        self.scaling = scaling or Scaling()
         self._arrays = CostArrays([profile])
         try:
             solved = [self._arrays.encode(0, item.plan) for item in solve_each(profile, budget_bytes, Goal())]
@@ -143,7 +143,7 @@ class Placements:
 
     def reaches(self, length: float) -> bool:
         """Return whether peaks are predicted at a batch size: at eight times the profiled size, none is."""
-        return bool(grown(length, self.square_share) < LENGTHS[-1])
+        return bool(self.scaling.at(length) < LENGTHS[-1])
 
     def with_known_storages(self, plan: Plan) -> Plan:
         """Return a plan with the leanest storage for units in which its own was not seen."""
@@ -165,7 +165,7 @@ class Placements:
         costs = ((name, cost) for segment in self.profile.tables[0].segments for name, cost in segment.costs.items())
         names = {str(storage) for storage in STORAGES if storage.recomputes}
         peaks = [max(cost.backward_peak_bytes) for name, cost in costs if name.partition("/")[2] in names]
-        return max(peaks, default=0) * max(grown(length, self.square_share), 1.0)
+        return max(peaks, default=0) * max(self.scaling.at(length), 1.0)
 
     def seconds_of(self, plan: Plan) -> float:
         """Return a plan's predicted seconds per step at the profiled size; infinite if it cannot be predicted."""
@@ -186,7 +186,7 @@ class Placements:
         return self.plans[int(np.where(close, self._recomputed, -1).argmax())]
 
     def _at(self, peaks: NDArray[np.float64], length: float) -> NDArray[np.float64]:
-        size = grown(length, self.square_share)
+        size = self.scaling.at(length)
         if not self.reaches(length):
             return np.full(len(peaks), np.inf)
         place = max(int(np.searchsorted(LENGTHS, size, side="right")) - 1, 0)

@@ -4,41 +4,86 @@ Each part of a step's memory (what a unit saves, what its passes need in additio
 as a polynomial of at most degree two with no negative coefficients: activations grow linearly with a batch, attention
 weights with the square of its length. Two sizes give upper bounds:
 
-* between them, a part grows at most with about the exponent that leads from one to the other;
-* beyond the larger one, it grows at most as if all growth between them were quadratic.
+* from the smaller to the larger one, a part grows at most with about the exponent that leads from one to the other;
+* beyond the larger one, it grows at most as if all growth between them were quadratic;
+* between both, it lies on the line through them, or below that, and at smaller sizes on the parabola through them that
+  is level at size 0: what does not depend on the batch, such as latents of a fixed number, does not shrink with it.
 
-The steepest part counts, because under another plan every unit may keep it.
+The part for which a bound is highest counts, because under another plan every unit may keep it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from autotune.plan import Plan
 from autotune.profiling.attribution import Attribution
 
-# Exponent and share where all memory grows quadratically.
-_STEEPEST = (2.0, 1.0)
-# Smallest ratio of two sizes from which growth is measured.
-_APART = 1.5
+# Exponent where all memory grows quadratically.
+_STEEPEST = 2.0
+# Smallest ratio of two sizes from which growth is measured, and from which it is measured what does not shrink.
+_APART, _SMALLER = 1.5, 1.1
 # Added to a measured exponent.
 _MARGIN = 0.1
-# Parts smaller than this share of the largest are ignored, for example rounded allocations and generator states.
-_WORTH = 0.02
+# Parts smaller than this share of the largest are ignored, for example rounded allocations and generator states; those
+# that do not shrink are ignored below the second.
+_WORTH, _WORTH_KEPT = 0.02, 0.1
+
+Parts = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Upper bounds of memory at other sizes of a batch than the largest traced one.
+
+    Attributes:
+        square_share: share of the memory at that size that may grow quadratically beyond it.
+        smallest: the smallest traced size, divided by the largest.
+        memory: memory at the smallest traced size, divided by that at the largest.
+    """
+
+    square_share: float = 1.0
+    smallest: float = 1.0
+    memory: float = 1.0
+
+    def at(self, length: float) -> float:
+        """Return the relative size at which memory in proportion to it would be as large as the bound.
+
+        Args:
+            length: a batch's size divided by the largest traced size.
+        """
+        if length > 1:
+            return 1 + self.square_share * (length**2 - 1)
+        # Between both sizes it is at most on the line through them. Below them, a constant and a quadratic part are
+        # the most that there can be.
+        degree = 1 if length >= self.smallest else 2
+        return self._kept(degree) + (1 - self._kept(degree)) * length**degree
+
+    @property
+    def kept_share(self) -> float:
+        """Return the share of the memory that the smallest batches may need as well."""
+        return self._kept(2)
+
+    def _kept(self, degree: int) -> float:
+        if self.smallest >= 1:
+            return 1.0
+        ratio = self.smallest**degree
+        return min(max((self.memory - ratio) / (1 - ratio), 0.0), 1.0)
 
 
 class Growth:
-    """Upper bounds on the growth of memory; quadratic while they are not known.
+    """Upper bounds on the growth of memory; quadratic, and without shrinking, while they are not known.
 
     Attributes:
         within: exponent that bounds the growth from one traced size to a larger one.
-        beyond: share of the memory at the largest traced size that may grow quadratically; see :func:`grown`.
+        scaling: bounds below and beyond the largest traced size.
     """
 
     def __init__(self) -> None:
-        self.within, self.beyond = _STEEPEST
-        self._points: dict[Plan, list[tuple[int, dict[str, int]]]] = {}
+        self.within, self.scaling = _STEEPEST, Scaling()
+        self._points: dict[Plan, list[tuple[int, Parts]]] = {}
 
     def note(self, plan: Plan, size: int, seen: Attribution) -> None:
         """Add a traced step.
@@ -51,8 +96,12 @@ class Growth:
         points = self._points.setdefault(plan, [])
         points.append((size, _parts(seen)))
         (small, low), (large, high) = (pick(points, key=lambda point: point[0]) for pick in (min, max))
+        square_share = self.scaling.square_share
         if large > _APART * small > 0:
-            self.within, self.beyond = _law(large / small, low, high)
+            self.within, square_share = _law(large / small, low, high)
+        shrunk = filter(None, map(_shrunk, self._points.values()))
+        smallest, memory = min(shrunk, key=lambda pair: (pair[0], -pair[1]), default=(1.0, 1.0))
+        self.scaling = Scaling(square_share, smallest, memory)
 
     def told_by(self, plan: Plan, size: int) -> bool:
         """Return whether the growth is still unknown and a step would show it.
@@ -61,21 +110,14 @@ class Growth:
             plan: the step's plan.
             size: bytes of its batch.
         """
-        points = self._points.get(plan, [])
-        if (self.within, self.beyond) != _STEEPEST or len(points) != 1 or not size:
+        sizes = [known for known, _ in self._points.get(plan, [])]
+        if not sizes or not size:
             return False
-        known = points[0][0]
-        return max(known, size) > _APART * min(known, size)
-
-
-def grown(length: float, square_share: float) -> float:
-    """Return the relative batch size at which to predict memory: larger than the actual one for a quadratic share.
-
-    Args:
-        length: a batch's size divided by the largest traced size.
-        square_share: share of the memory at the largest traced size that may grow quadratically.
-    """
-    return length if length <= 1 else 1 + square_share * (length**2 - 1)
+        spread, other = (max(found) / max(min(found), 1) for found in (sizes, [*sizes, size]))
+        if (self.within, self.scaling.square_share) == (_STEEPEST, 1.0) and other > _APART >= spread:
+            return True
+        smaller = self.scaling.smallest * max(sizes) / size
+        return smaller > _APART or (smaller > _SMALLER and self.scaling.smallest == 1)
 
 
 def _law(ratio: float, low: Mapping[str, int], high: Mapping[str, int]) -> tuple[float, float]:
@@ -94,16 +136,28 @@ def _law(ratio: float, low: Mapping[str, int], high: Mapping[str, int]) -> tuple
         if value < least or value <= former:
             continue
         if former <= 0:
-            return _STEEPEST
+            return _STEEPEST, 1.0
         within = max(within, math.log(value / former) / math.log(ratio))
         # The steepest curve through both: value = c + b * large**2 and former = c + b * small**2.
         beyond = max(beyond, (1 - former / value) / (1 - ratio**-2))
-    return min(within + _MARGIN, _STEEPEST[0]), min(beyond, _STEEPEST[1])
+    return min(within + _MARGIN, _STEEPEST), min(beyond, 1.0)
 
 
-def _parts(seen: Attribution) -> dict[str, int]:
+def _shrunk(points: list[tuple[int, Parts]]) -> tuple[float, float] | None:
+    """Return the smallest size and its memory, of the part that shrank least; ``None`` if the sizes are similar.
+
+    Both are relative to the largest size.
+    """
+    (small, low), (large, high) = (pick(points, key=lambda point: point[0]) for pick in (min, max))
+    if large <= _SMALLER * small or not small:
+        return None
+    least = _WORTH_KEPT * max(high.values(), default=0)
+    return small / large, max((low.get(name, 0) / value for name, value in high.items() if value > least), default=1.0)
+
+
+def _parts(seen: Attribution) -> Parts:
     """Return the bytes of the parts of a step that depend on its batch, and their sum, by name."""
-    parts: dict[str, int] = {f"boundary {key}": boundary.size for key, boundary in seen.boundaries.items()}
+    parts = {f"boundary {key}": boundary.size for key, boundary in seen.boundaries.items()}
     for number, saved in enumerate(seen.saved):
         parts[f"saved {number}"] = saved
     for name, peaks in (("forward", seen.forward_peaks), ("backward", seen.backward_peaks)):
