@@ -222,7 +222,8 @@ def test_one_short_batch_does_not_make_further_calls_count_for_more() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     switcher = Switcher(model, ["0"])
     calls = UnitCalls(switcher)
-    calls.count({"0": 1})
+    calls.count(["0"])
+    calls.compare({"0": 1})
     switcher.apply(Plan())
     for step, (rows, times) in enumerate([(64, 1), (3, 1), (64, 2)]):
         calls.begin_step()

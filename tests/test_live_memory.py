@@ -589,7 +589,7 @@ def test_small_batches_are_not_cut_because_large_ones_were_seen_first() -> None:
     draw = np.random.default_rng(5)
     shapes = [(8, 48), (8, 48), (4, 24), (8, 24), (4, 8), (4, 24), (16, 8), (16, 48)]
     shapes += [(int(draw.choice([4, 8, 16])), int(draw.choice([8, 24, 48]))) for _ in range(60)]
-    steps, budget, status = cut_run(shapes, 0.45)
+    steps, budget, status = cut_run(shapes, 0.8)
     assert not over(steps, budget)
     # The first batch after the trials was too large for a step with smaller k, and none was ever made.
     assert status["ks"] >= {1, 4}

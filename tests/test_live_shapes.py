@@ -234,30 +234,30 @@ def test_long_texts_beside_large_images_fit_from_their_first_step_on(mode: str) 
     assert max(peaks) <= budget
 
 
-def test_added_removed_and_unfrozen_parameters_are_counted() -> None:
+def test_changes_of_trained_parameters_and_of_modes_are_seen() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False)))
-    trained = Trained(model)
+    trained, seen = Trained(model), set[int]()
 
-    def count() -> int:
-        return trained.count(sum(1 for _ in model.parameters()))
+    def is_new(steps: int = 1) -> bool:
+        """Return whether the state is another than all before, after steps with as many parameters."""
+        found = [trained.present(sum(1 for _ in model.parameters())) for _ in range(steps)][-1]
+        new = found not in seen
+        seen.add(found)
+        return new
 
-    def count_in_the_end() -> int:
-        """Count the parameters while the optimizer has as many as before."""
-        return [count() for _ in range(20)][-1]
-
-    assert count() == 3
+    assert is_new()
     model[0].weight.requires_grad_(False)
-    assert count() == 2
-    model[0].weight = nn.Parameter(torch.zeros(2, 2))
-    assert count_in_the_end() == 3
-    # One submodule is added, and one replaces another.
+    assert is_new()
+    assert not is_new(20)
+    model[0].weight.requires_grad_(True)
+    model[0].bias.requires_grad_(False)
+    # As many are trained as before, but others.
+    assert is_new()
+    model[0].bias = nn.Parameter(torch.zeros(2))
+    assert not is_new(20)
+    model[1].eval()
+    assert is_new()
+    model[1].train()
+    assert not is_new()
     model[1][0].register_module("beside", nn.Linear(2, 2))
-    assert count() == 5
-    model[1] = nn.Linear(2, 2, bias=False)
-    assert count() == 3
-    model[1].register_parameter("more", nn.Parameter(torch.zeros(2)))
-    assert count() == 4
-    del model[0]
-    assert count() == 2
-    model[0] = nn.Linear(2, 1)
-    assert count_in_the_end() == 2
+    assert is_new()

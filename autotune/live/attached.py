@@ -102,6 +102,7 @@ class Step:
         norm: 2-norm of its gradient.
         stepped: whether the optimizer stepped.
         items: loss-bearing items of the step; ``None`` if they are not counted.
+        handed_bytes: bytes that the counted units were handed; 0 if none are counted.
     """
 
     seconds: float
@@ -113,3 +114,4 @@ class Step:
     norm: float
     stepped: bool
     items: int | None = None
+    handed_bytes: int = 0

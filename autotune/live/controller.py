@@ -23,6 +23,7 @@ from autotune.live.deciding import Decider, RecordedPolicy, dips_of, reserve_of
 from autotune.live.decision_log import DecisionLog, digest_of
 from autotune.live.guard import Breaker, Situation, SlowdownCheck, gain_of, judge
 from autotune.live.limits import Stage
+from autotune.live.live_knowledge import DENSER
 from autotune.live.live_profiler import LiveProfiler
 from autotune.live.live_window import Ran, Window, figures_of
 from autotune.live.memory_budget import BudgetReader
@@ -110,6 +111,9 @@ class Pilot:
         self._taken: Profile | None = None
         self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
         self._calls = UnitCalls(self._switcher)
+        # How often costs were learnt again, and what steps were handed when one was last traced for that, beside what
+        # their batches explained.
+        self._forgotten, self._looked_at = 0, 1.0
         self._profiler = LiveProfiler(attached)
         self._switcher.hooks = self._profiler.probes.hooks
         self._monitor = GradientMonitor(attached.model, attached.space.units)
@@ -215,13 +219,14 @@ class Pilot:
             if self._profiler.complete and self._profiler.profile is not self._taken and not self._agreement.many:
                 # First, because sizes are relative to the batch of the profile.
                 self._take_profile()
-            plan = lesson or self._plan_ahead(ahead, self.phase.share(ahead.largest_bytes), self._room)
+            plan = lesson or self._plan_ahead(ahead, self._length_of(ahead.largest_bytes), self._room)
         # Planning from the first profile is part of learning, too.
         self.time.learns = learns or self._profiler.watching
         every = self.attached.limits.statistics_every
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, ahead.largest_bytes) if sampled else plan)
         self._size = ahead.as_equal_pieces(ahead.largest_bytes, self.plan.accumulation_steps)
+        self._begin_to_count()
         self._calls.begin_step()
         self._profiler.begin()
         # A peak says nothing about its plan if no plan fits the step, or if the step is watched.
@@ -311,7 +316,9 @@ class Pilot:
         peak, watched = self._peaks.end(counts=calls <= self._calls.usual), self._profiler.watching
         if self._peaks.news:
             self._peaks.correct(self.phase.peak_bytes)
+        step = replace(step, handed_bytes=self._calls.handed_bytes)
         self._take_news(self._profiler.end(step))
+        self._note_size(step, usual=calls <= self._calls.usual)
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
         self._note_calls(max(calls, self._profiler.knowledge.take_odd_calls()), peak)
@@ -335,6 +342,15 @@ class Pilot:
         self._since_switch += 1
         if self.step % self.attached.limits.decide_every == 0:
             self._meet()
+
+    def _note_size(self, step: Step, *, usual: bool) -> None:
+        """Record how much more units were handed in a step than its batch explains."""
+        known = self._profiler.knowledge
+        if known.forgotten != self._forgotten:
+            self._forgotten, self._looked_at = known.forgotten, 1.0
+            self._calls.forget_sizes()
+        if usual:
+            self._calls.note_size(known.denser(step))
 
     def _note_calls(self, calls: int, peak: int) -> None:
         """Record how often a step called units, and what it needed over what one with the usual calls would have."""
@@ -439,7 +455,7 @@ class Pilot:
         step, planned_bytes, plan = self._together
         if step != self.step:
             apart = lesson is not None or profiler.locks.keys() != self._locks_told
-            own = Needs(length=self.phase.share(size), room=self._room, apart=apart)
+            own = Needs(length=self._length_of(size), room=self._room, apart=apart)
             needs = agreement.most_demanding(own)
             plan = self._plan_ahead(ahead, needs.length, needs.room, lesson)
             if needs.apart:
@@ -464,12 +480,12 @@ class Pilot:
             room: Bytes that the plan may be predicted to need.
             lesson: The plan that this rank would learn from, if other ranks have no profile either.
         """
-        profiler, size = self._profiler, ahead.largest_bytes
+        profiler, size = self._profiler, ahead.largest_bytes * self._denser
         plan = self._placed_plan(ahead, length, room)
         if lesson is not None:
             plan = lesson if isinstance(self.phase, Unprofiled) else plan.changed(storage=lesson.storage)
         elif self._is_news(ahead, length):
-            plan = profiler.look_at(ahead)
+            plan, self._looked_at = profiler.look_at(ahead), self._denser
         elif self._waits_for_calls:
             plan = profiler.wait_for_calls(ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
@@ -493,6 +509,8 @@ class Pilot:
             return False
         known = self._profiler.knowledge
         if not known.knows(ahead.signature) or not self.placements.reaches(length):
+            return True
+        if self._denser > DENSER * self._looked_at:
             return True
         return self._least is not None and not self._profiler.knows_leanest(ahead)
 
@@ -583,6 +601,16 @@ class Pilot:
         return static + int((budget - static) / self._calls.extra)
 
     # Measurements.
+
+    @property
+    def _denser(self) -> float:
+        """What a step is expected to need at most, divided by what its batch explains; at least 1."""
+        found = self._calls.denser
+        return found if found > DENSER else 1.0
+
+    def _length_of(self, size: float) -> float:
+        """Return the size of a batch relative to the profiled batch, with what the loop itself adds to it."""
+        return self.phase.share(size) * self._denser
 
     @property
     def _fragments(self) -> int:
@@ -701,7 +729,9 @@ class Pilot:
             largest_bytes=self._past.largest_bytes,
         )
         self._peaks.correct(phase.peak_bytes)
-        self._begin_to_count()
+        if self._calls.counting and not self._calls.compares:
+            calls_of = self._profiler.knowledge.calls_of
+            self._calls.compare({name: calls_of(name) for name in self.phase.space.recomputable})
         autocast = self._profiler.probes.autocast
         self.log.write(
             "profiled",
@@ -721,12 +751,12 @@ class Pilot:
         )
 
     def _begin_to_count(self) -> None:
-        """Begin to count the calls of units if more calls could exceed a budget."""
+        """Begin to count calls of units, and what they are handed, if more of it could exceed a budget."""
         acts = self.attached.stage is Stage.ACT and self._budget.latest is not None
-        if not acts or self._calls.counting or not self.phase.space.recomputable:
+        units = self.attached.space.recomputable
+        if not acts or self._calls.counting or not units:
             return
-        calls_of = self._profiler.knowledge.calls_of
-        self._calls.count({name: calls_of(name) for name in self.phase.space.recomputable})
+        self._calls.count(units)
         self._switcher.apply(self.plan)
 
     # Decisions.

@@ -28,7 +28,7 @@ RENEWED_AFTER = (2, 4, 8, 16, 32)
 # After this many traced steps in a row with other calls, these are the usual ones.
 _ODD = 8
 # A step that needs more memory per byte of its batch by this factor is unlike the traced steps.
-_DENSER = 1.02
+DENSER = 1.02
 
 
 class Knowledge:
@@ -77,6 +77,15 @@ class Knowledge:
         # are.
         self._peaks: dict[Plan, tuple[int, int, int]] = {}
         self._densities: dict[Plan, float] = {}
+        # Bytes of all batches of the largest traced step, and those that units were handed in it.
+        self._handed: tuple[int, int] | None = None
+
+    def denser(self, step: Step) -> float:
+        """Return what units were handed in a step, divided by what its batches explain; 1 if that is not known."""
+        if self._handed is None or not step.handed_bytes:
+            return 1.0
+        size, handed = self._handed
+        return step.handed_bytes / (handed * self.growth.scaling.at(step.all_bytes / size))
 
     @property
     def static_bytes(self) -> int:
@@ -211,13 +220,20 @@ class Knowledge:
         self.latest_peak = use.static_bytes + needed
         if self.seen and (self._is_odd(trace.calls, signature) or use.waits):
             return False
+        denser = self.denser(step) if self.seen and self.plans_with(signature) else 1.0
+        if denser > DENSER:
+            # The loop itself makes its batches larger, or computes in a wider format.
+            self.forget()
+        # A batch that it makes smaller counts as a smaller one.
+        share = denser if denser < 1 / DENSER else 1.0
         if trace.calls != self._timed_calls:
             # Times by segment are those of these calls.
             self._forget_times()
             self._timed_calls = trace.calls
         # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
         whole, k = use.ahead.batch_bytes, plan.accumulation_steps
-        size = min(whole, step.later_bytes or whole)
+        traced = min(whole, step.later_bytes or whole)
+        whole, size = round(whole * share), round(traced * share)
         equal, largest, later = (
             use.ahead.as_equal_pieces(size, k),
             use.ahead.as_equal_pieces(whole, k, later=True),
@@ -229,7 +245,7 @@ class Knowledge:
             calls=trace.calls,
             attribution=attribute(trace, recomputed_units(plan), gradients, silent_units(plan), later / max(equal, 1)),
             batch_bytes=equal,
-            traced_bytes=size,
+            traced_bytes=traced,
             static_bytes=use.static_bytes,
             seconds=seconds,
         )
@@ -240,6 +256,8 @@ class Knowledge:
         self._peaks[plan] = needed, largest, whole
         if not belongs:
             return False
+        if step.handed_bytes and (self._handed is None or step.all_bytes > self._handed[0]):
+            self._handed = max(step.all_bytes, 1), step.handed_bytes
         # Growth is that of the first pieces.
         self.growth.note(plan, use.ahead.as_equal_pieces(whole, k), seen.attribution)
         former = self.seen.get(plan)
@@ -333,7 +351,7 @@ class Knowledge:
             # One that covers the first, and is not known, has a tensor that grew by more than the batch: the leanest
             # plan may not show what that means for others.
             grew = bool(self.signatures) and signature.covers(self.signatures[0])
-            if grew or (self.signatures and density > _DENSER * self._densities.get(plan, 0.0)):
+            if grew or (self.signatures and density > DENSER * self._densities.get(plan, 0.0)):
                 self.forget()
             self.signatures.append(signature)
         self._densities[plan] = max(density, self._densities.get(plan, 0.0))

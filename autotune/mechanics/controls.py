@@ -59,7 +59,7 @@ class ControlledForward(StandIn):
         trains = torch.is_grad_enabled()
         if trains and self.calls is not None:
             given = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
-            self.calls.append(0 if given is None else given.numel())
+            self.calls.append(0 if given is None else _computed_bytes(given))
         try:
             run = self._bind(self.precision)
             act = ACTS.get(self.storage) if trains else None
@@ -146,7 +146,7 @@ class Switcher:
     def calls(self) -> dict[str, list[int]]:
         """Return the calls of each counted unit in training since this method was last called.
 
-        Each is the number of elements of its first tensor.
+        Each is the bytes of its first tensor, in the format that the loop computes in.
         """
         found: dict[str, list[int]] = {}
         for name in self._counted:
@@ -294,6 +294,14 @@ def forward_order(
         for handle in handles:
             handle.remove()
     return {**calls, **{name: 0 for name in names if name not in calls}}
+
+
+def _computed_bytes(given: torch.Tensor) -> int:
+    """Return the bytes of a tensor in the format that autocast, if it is enabled, makes of it."""
+    kind, width = given.device.type, given.element_size()
+    if torch.is_autocast_enabled(kind) and given.is_floating_point():
+        width = torch.get_autocast_dtype(kind).itemsize
+    return given.numel() * width
 
 
 def _controlled(model: nn.Module) -> Iterator[ControlledForward]:

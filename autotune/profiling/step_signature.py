@@ -1,4 +1,4 @@
-"""What determines a step's memory and is known before it runs: shapes, trained parameters, and calls of units.
+"""What determines a step's memory and is known before it runs: shapes, trained parameters, modes, and calls of units.
 
 The number of bytes does not suffice: 8 sequences of 256 tokens have as many as 64 of 32, but their attention weights
 take eight times the memory. A batch's bytes predict its memory if a measured batch is at least as large in every
@@ -24,7 +24,7 @@ from autotune.mechanics.trees import tensors
 _EVENLY = 1.05
 # Number of steps after which a model's parameters are listed again.
 _WALK_EVERY = 16
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -35,7 +35,8 @@ class Signature:
 
     Attributes:
         shapes: shapes of the batch's tensors.
-        trained: number of parameters that require a gradient, and number of parameters with optimizer state.
+        trained: hash of which parameters require a gradient and which modules are in training mode, and number of
+            parameters with optimizer state.
         calls: calls of a unit per forward pass, divided by the number when the run was profiled.
     """
 
@@ -75,10 +76,10 @@ class Signature:
 
 
 class Trained:
-    """Counter of the parameters that require a gradient.
+    """Which of a model's parameters require a gradient, and which of its modules are in training mode.
 
-    It lists the model's parameters only every ``_WALK_EVERY`` steps, or when the optimizer's number of parameters has
-    changed. Until then, parameters that were added, replaced or removed go unnoticed.
+    It lists them only every ``_WALK_EVERY`` steps, or when the optimizer's number of parameters has changed. Until
+    then, those that were added, replaced or removed go unnoticed.
 
     Args:
         model: the model.
@@ -86,20 +87,22 @@ class Trained:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
         self._owned = self._steps = 0
 
-    def count(self, owned: int) -> int:
-        """Return the number of parameters that require a gradient; one that modules share counts for each of them.
+    def present(self, owned: int) -> int:
+        """Return a hash of both.
 
         Args:
             owned: number of the optimizer's parameters.
         """
         if self._steps % _WALK_EVERY == 0 or owned != self._owned:
-            held = (one for module in self._model.modules() for one in module._parameters.values())
+            self._modules = list(self._model.modules())
+            held = (one for module in self._modules for one in module._parameters.values())
             self._parameters = [parameter for parameter in held if parameter is not None]
         self._owned, self._steps = owned, self._steps + 1
-        return sum(map(_REQUIRES_GRAD, self._parameters))
+        return hash((tuple(map(_REQUIRES_GRAD, self._parameters)), tuple(map(_TRAINING, self._modules))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +137,12 @@ def signature_of(shapes: Shapes, trained: Trained, optimizer: torch.optim.Optimi
 
     Args:
         shapes: shapes of the tensors of its batch, or of the first batch that the caller accumulates.
-        trained: counter of the model's trained parameters.
+        trained: the model's trained parameters and modes.
         optimizer: the model's optimizer.
         calls: value of :attr:`Signature.calls`.
     """
     owned = sum(len(group["params"]) for group in optimizer.param_groups)
-    return Signature(shapes, (trained.count(owned), len(optimizer.state)), calls)
+    return Signature(shapes, (trained.present(owned), len(optimizer.state)), calls)
 
 
 def _shapes_of_others(batch: Any) -> Shapes:

@@ -1,4 +1,7 @@
-"""Count the calls of units per forward pass: more calls, for example for an auxiliary loss, need more memory."""
+"""Count the calls of units per forward pass, and the bytes that they are handed.
+
+More calls, for example for an auxiliary loss, need more memory, as does a batch that the loop itself makes larger.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ _STEPS, _GAPS = 1000, 4
 _LOOKS = 128
 # What such a step needs was measured with all recomputed; fuller plans may need a little more of it.
 _FULLER = 1.05
+# Steps for which one that was handed more than its batch explains is expected again.
+_DENSER_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +47,26 @@ class UnitCalls:
 
     Args:
         switcher: The switcher that counts them.
+
+    Attributes:
+        handed_bytes: what the counted units were handed in the last step, in bytes.
     """
 
     def __init__(self, switcher: Switcher) -> None:
         self._switcher = switcher
+        self.handed_bytes = 0
+        self._names: list[str] = []
+        # For each recent step with the usual calls, what units were handed divided by what its batch explains.
+        self._denser: deque[float] = deque([1.0], maxlen=_DENSER_STEPS)
         # For each recent step, calls per forward pass divided by those when the run was profiled.
         self._recent: deque[int] = deque([1], maxlen=_IN_A_ROW)
         # By the number of calls that was more than usual; those that are not expected any more are kept, too.
         self._more: dict[int, _More] = {}
         self._step, self._looks = 0, _LOOKS
-        # The calls of each counted unit per forward pass when the run was profiled, and the elements that these had in
-        # the last step with the usual calls.
+        # The calls of each counted unit per forward pass when the run was profiled, and the bytes that these were
+        # handed in the last step with the usual calls.
         self._profiled: dict[str, int] = {}
-        self._usual_elements: dict[str, float] = {}
+        self._usual_bytes: dict[str, float] = {}
         self._passes = 0
         self._before_aside: dict[str, list[int]] = {}
 
@@ -80,22 +92,51 @@ class UnitCalls:
     @property
     def counting(self) -> bool:
         """Whether calls are counted."""
+        return bool(self._names)
+
+    @property
+    def compares(self) -> bool:
+        """Whether calls are compared with those when the run was profiled."""
         return bool(self._profiled)
 
-    def count(self, profiled: Mapping[str, int]) -> None:
+    @property
+    def denser(self) -> float:
+        """What units were handed in a recent step at most, divided by what its batch explains; at least 1."""
+        return max(self._denser)
+
+    def count(self, names: Iterable[str]) -> None:
         """Begin to count.
+
+        Args:
+            names: All units in the order of their calls.
+        """
+        self._names = representatives(names)
+        self._switcher.count(self._names)
+
+    def compare(self, profiled: Mapping[str, int]) -> None:
+        """Begin to compare.
 
         Args:
             profiled: The calls of each unit per forward pass when the run was profiled.
         """
-        self._profiled = {name: max(profiled[name], 1) for name in representatives(profiled)}
-        self._switcher.count(self._profiled)
-        # Calls of earlier steps do not count.
-        self._switcher.calls()
+        self._profiled = {name: max(profiled.get(name, 0), 1) for name in self._names}
+
+    def note_size(self, denser: float) -> None:
+        """Record a step with the usual calls.
+
+        Args:
+            denser: what units were handed in it, divided by what its batch explains.
+        """
+        self._denser.append(max(denser, 1.0))
+
+    def forget_sizes(self) -> None:
+        """Forget that steps were handed more than their batches explain, since that is explained now."""
+        self._denser = deque([1.0], maxlen=_DENSER_STEPS)
 
     def begin_step(self) -> None:
-        """Begin a step."""
+        """Begin a step; calls before it, such as those under a probe, do not count."""
         self._passes, self._before_aside = 0, {}
+        self._switcher.calls()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -116,15 +157,16 @@ class UnitCalls:
         Of units that differ, the one that was called most often counts.
         """
         found, passes = self._taken(), max(self._passes, 1)
+        self.handed_bytes = sum(map(sum, found.values()))
         times = {
             name: len(found.get(name, ())) / passes / usual for name, usual in self._profiled.items() if self._passes
         }
-        self.begin_step()
+        self._passes, self._before_aside = 0, {}
         most = math.ceil(max(times.values(), default=1.0))
         if most > self.usual:
             sizes = (self._sizes(name, own, passes) for name, own in found.items() if any(own))
             return max(most, math.ceil(self.usual * max(sizes, default=0.0)))
-        self._usual_elements.update((name, float(sum(own))) for name, own in found.items() if sum(own))
+        self._usual_bytes.update((name, float(sum(own))) for name, own in found.items() if sum(own))
         return max(most, 1)
 
     def note(self, step: int, calls: int, needs: float | None = None) -> None:
@@ -146,14 +188,14 @@ class UnitCalls:
             span = max(more.span, _GAPS * (step - more.last))
             self._more[calls] = _More(max(known, default=None), step, span)
 
-    def _sizes(self, name: str, elements: list[int], passes: int) -> float:
-        """Return how many times as many elements a unit was handed as usual.
+    def _sizes(self, name: str, handed: list[int], passes: int) -> float:
+        """Return how many times as many bytes a unit was handed as usual.
 
         Usual are those of the last step with the usual calls, or of as many calls as this step's first, if these are
         more: batches differ in size.
         """
-        first = elements[0] * passes * self._profiled[name] * self.usual
-        return sum(elements) / max(self._usual_elements.get(name, math.inf), first, 1)
+        first = handed[0] * passes * self._profiled[name] * self.usual
+        return sum(handed) / max(self._usual_bytes.get(name, math.inf), first, 1)
 
     def _taken(self) -> dict[str, list[int]]:
         return {name: self._before_aside.get(name, []) + own for name, own in self._switcher.calls().items()}
