@@ -102,7 +102,7 @@ def run(make: Callable[[], nn.Module]) -> None:
     """Train alone and attached, within budgets between the least and the most that is needed."""
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
-    batches = list(texts(24 * world, rows=32))[rank::world]
+    batches = list(texts(24 * world, rows=8))[rank::world]
     budgets: list[int] = [1, 10**12]
     if make is skewed:
         batches, budgets = list(texts(24, rows=64, length=33)), [2_600_000]

@@ -670,7 +670,7 @@ def test_profile_is_announced_once_although_it_is_measured_before_the_engine_ope
         def stage(self, title: str, total: float) -> None:
             told.append(title)
 
-    autotune.tune(device_jobs.make(), "exact", steps=45, runs_dir=tmp_path, reporter=Told())
+    autotune.tune(device_jobs.make(accumulation_choices=(1,)), "exact", steps=45, runs_dir=tmp_path, reporter=Told())
     assert told == [
         "stage 1 of 3: profile the units, once",
         "stage 2 of 3: measure the baseline",

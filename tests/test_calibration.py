@@ -218,7 +218,7 @@ def test_rates_are_complete_and_finite(saved: Path, change: Callable[[dict[str, 
 
 def test_estimated_step_takes_half_the_time_on_a_machine_twice_as_fast(machine: DeviceSpec) -> None:
     slow, fast = (
-        estimate(tiny_job.few_k(), replace(machine, measured=rates(call_s=0.0, factor=factor))) for factor in (1, 2)
+        estimate(tiny_job.one_k(), replace(machine, measured=rates(call_s=0.0, factor=factor))) for factor in (1, 2)
     )
     plan = slow.space.baseline()
     assert seconds_per_step(slow, plan) == pytest.approx(2 * seconds_per_step(fast, plan))
@@ -228,7 +228,7 @@ def test_estimated_step_takes_half_the_time_on_a_machine_twice_as_fast(machine: 
 def test_each_recomputed_unit_takes_its_own_time_besides_its_operators(machine: DeviceSpec) -> None:
     seconds = []
     for recompute_s in (0.0, 1.0):
-        profile = estimate(tiny_job.few_k(), replace(machine, measured=rates(recompute_s=recompute_s)))
+        profile = estimate(tiny_job.one_k(), replace(machine, measured=rates(recompute_s=recompute_s)))
         plan = profile.space.baseline().changed(storage={"blocks.1": Storage.RECOMPUTE})
         seconds.append(seconds_per_step(profile, plan))
     assert seconds[1] - seconds[0] == pytest.approx(1.0)
@@ -347,7 +347,7 @@ def test_a_job_that_cannot_be_checked_does_not_lose_the_others(machine: DeviceSp
     def fails(_model: torch.nn.Module, _batch: Any) -> torch.Tensor:
         raise ValueError("no loss")
 
-    rows = check([tiny_job.make(loss=fails), tiny_job.few_k()], machine)
+    rows = check([tiny_job.make(loss=fails), tiny_job.one_k()], machine)
     assert "no loss" in rows[0]["failure"]
     assert [row["failure"] for row in rows[1:]] == [None] * (len(rows) - 1)
     assert errors(rows).keys() == {"times", "peaks"}
@@ -380,7 +380,7 @@ def test_rates_cover_each_format_and_kind_of_network(machine: DeviceSpec) -> Non
 
 
 def test_plan_of_a_calibrated_machine(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = f"{tiny_job.__file__}:job"
+    job = f"{tiny_job.__file__}:one_k"
     assert run(["plan", job, "--device", str(saved), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["estimated"]
@@ -397,7 +397,7 @@ def test_calibrate_writes_a_machine_and_checks_jobs(
     machine: DeviceSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(calibration, "calibrated", lambda _device, on_progress: machine)
-    path, job = tmp_path / "here.json", f"{tiny_job.__file__}:few_k"
+    path, job = tmp_path / "here.json", f"{tiny_job.__file__}:one_k"
     assert run(["calibrate", "--output", str(path), "--check", job]) == 0
     shown = capsys.readouterr().out
     assert "Errors of times" in shown

@@ -83,7 +83,12 @@ class LaterNetwork(tiny_job.Network):
 
 
 def job_with(model: type[nn.Module] = Network, **changes: Any) -> autotune.Job:
-    return tiny_job.make(model=model, accumulation_choices=(1, 2), **{"storages": COMPRESSED, **changes})
+    return tiny_job.make(model=model, **{"accumulation_choices": (1, 2), "storages": COMPRESSED, **changes})
+
+
+def one_k_with(model: type[nn.Module] = Network, **changes: Any) -> autotune.Job:
+    """Return the job without accumulation, which is profiled in half the steps."""
+    return job_with(model, accumulation_choices=(1,), **changes)
 
 
 def spoilt_job() -> autotune.Job:
@@ -216,7 +221,7 @@ def test_an_environment_masks_locked_choices_and_runs_others_instead(found: Prof
 
 @pytest.mark.parametrize("method", ["random", "optuna"])
 def test_a_search_without_a_profile_of_its_own_measures_one_and_obeys(method: str, tmp_path: Path) -> None:
-    told = autotune.tune(job_with(), method, steps=66, runs_dir=tmp_path, report_to="none")
+    told = autotune.tune(one_k_with(), method, steps=66, runs_dir=tmp_path, report_to="none")
     run = Path(told["run"])
     assert json.loads((run / "profile.json").read_text())["locked"] == {SPOILT: ["compress4", "compress8"]}
     trials = [json.loads(row) for row in (run / "trials.jsonl").read_text().splitlines()]
@@ -228,7 +233,7 @@ def test_a_search_without_a_profile_of_its_own_measures_one_and_obeys(method: st
 
 
 def test_a_unit_that_is_spoilt_only_later_is_locked_later() -> None:
-    found = profile(job_with(LaterNetwork), device_name="here", options=LEAN)
+    found = profile(one_k_with(LaterNetwork), device_name="here", options=LEAN)
     assert found.locked == {SPOILT: ("compress4", "compress8")}
     told = [warning for warning in found.warnings if " is locked in " in warning]
     late = f"after {LEAN.late_steps} steps of training, "
@@ -237,14 +242,14 @@ def test_a_unit_that_is_spoilt_only_later_is_locked_later() -> None:
     ]
     assert all(one.startswith(late) for one in told)
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
-    early = profile(job_with(LaterNetwork), device_name="here", options=dataclasses.replace(LEAN, late_steps=0))
+    early = profile(one_k_with(LaterNetwork), device_name="here", options=dataclasses.replace(LEAN, late_steps=0))
     assert early.locked == {}
     assert found.steps - early.steps == LEAN.late_steps
 
 
 def test_exact_choices_cost_no_further_steps() -> None:
-    exact = profile(job_with(storages=None), device_name="here", options=LEAN)
-    without = profile(job_with(storages=None), device_name="here", options=dataclasses.replace(LEAN, late_steps=0))
+    exact = profile(one_k_with(storages=None), device_name="here", options=LEAN)
+    without = profile(one_k_with(storages=None), device_name="here", options=dataclasses.replace(LEAN, late_steps=0))
     assert exact.steps == without.steps
     assert exact.locked == {}
 
@@ -319,7 +324,7 @@ def test_a_precision_is_locked_in_the_one_unit_that_it_spoils(monkeypatch: pytes
     monkeypatch.setenv(known_precisions.PRECISIONS_VARIABLE, "fp32,bf16,fp8")
     monkeypatch.setattr("autotune.mechanics.precision._reason_against_float8", lambda _: "")
     try:
-        found = profile(job_with(storages=None), device_name="here", options=LEAN)
+        found = profile(one_k_with(storages=None), device_name="here", options=LEAN)
     finally:
         known_precisions.forget()
     assert found.locked == {SPOILT: ("fp8",)}
@@ -361,14 +366,14 @@ def test_sparse_and_complex_gradients_are_compared() -> None:
     def optimizer(parameters: object) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=1e-3)  # type: ignore[arg-type]
 
-    job = tiny_job.make(model=Odd, storages=["compress8"], optimizer=optimizer, clip_norm=None)
+    job = one_k_with(Odd, storages=["compress8"], optimizer=optimizer, clip_norm=None)
     found = profile(job, device_name="here", options=ProfilerOptions.lean())
     assert Storage.COMPRESS8 in found.space.storages
     assert any("cosine 1.000" in warning for warning in found.warnings)
 
 
 def blocks_on(batches: Any, **changes: Any) -> autotune.Job:
-    return tiny_job.make(batches=batches, storages=COMPRESSED, accumulation_choices=(1, 2), **changes)
+    return job_with(tiny_job.Network, batches=batches, **changes)
 
 
 def test_another_batch_that_cannot_run_leaves_the_noise_unknown() -> None:
@@ -395,7 +400,7 @@ def test_a_gradient_that_is_not_finite_judges_nothing() -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return tiny_job.mean_loss(model, batch) * (torch.nan if int(batch.sum()) == 0 else 1.0)
 
-    job = blocks_on(batches, loss=loss)
+    job = blocks_on(batches, loss=loss, accumulation_choices=(1,))
     found = profile(job, device_name="here", options=dataclasses.replace(LEAN, late_steps=3))
     assert {*COMPRESSED} <= {*found.space.storages}
     told = "after 3 steps of training, how far compress8, compress4 put the gradient off is not known: the gradient"
@@ -408,7 +413,7 @@ def test_a_gradient_that_another_pass_does_not_repeat_judges_nothing() -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return tiny_job.mean_loss(model, batch) * torch.rand((), generator=own)
 
-    found = profile(blocks_on(tiny_job.batches, loss=loss), device_name="here", options=LEAN)
+    found = profile(blocks_on(tiny_job.batches, loss=loss, accumulation_choices=(1,)), device_name="here", options=LEAN)
     assert {*COMPRESSED} <= {*found.space.storages}
     assert not found.locked
     assert any("two passes over the same batch differ by" in warning for warning in found.warnings)

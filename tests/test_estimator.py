@@ -166,7 +166,7 @@ def test_estimate_can_be_used_for_planning(tiny: Profile) -> None:
 def test_blocks_are_rounded_up_like_the_allocator_does(tiny: Profile) -> None:
     assert [A100.allocated(size) for size in (0, 1, 512, 513, 2**30 + 1)] == [0, 512, 512, 1024, 2**30 + 512]
     assert [ON_CPU.allocated(size) for size in (0, 1, 513)] == [0, 1, 513]
-    on_gpu, on_cpu = tiny, estimate(tiny_job.few_k(), ON_CPU)
+    on_gpu, on_cpu = tiny, estimate(tiny_job.one_k(), ON_CPU)
     parameters = list(tiny_job.Network().parameters())
     # Weights and two moments; the step counters stay in host memory.
     exact = [3 * parameter.numel() * 4 for parameter in parameters]
@@ -310,7 +310,7 @@ def test_command_plans_and_marks_the_result_as_an_estimate(capsys: pytest.Captur
     assert document["predicted"]["peak_bytes"] <= document["memory_budget_bytes"]
     assert Plan.from_json(document["plan"]) == Plan.from_json(json.loads(path.read_text()))
     assert document["workspace_bytes"] == 64 * 2**20
-    assert run(["plan", tiny_job.__file__ + ":few_k", "--device", "h200"]) == 0
+    assert run(["plan", tiny_job.__file__ + ":one_k", "--device", "h200"]) == 0
     shown = capsys.readouterr().out
     assert "estimated, not measured" in shown
     assert "64.0 MiB of library workspaces" in shown
@@ -327,14 +327,14 @@ def test_no_plan_that_is_said_to_fit_is_faster_than_the_exact_one(tiny: Profile)
 
 
 def test_whole_device_excludes_the_memory_of_the_driver(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", tiny_job.__file__ + ":few_k", "--device", "NVIDIA GeForce RTX 4090", "--json"]) == 0
+    assert run(["plan", tiny_job.__file__ + ":one_k", "--device", "NVIDIA GeForce RTX 4090", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["context_bytes"] == 500 * 10**6
     assert document["memory_budget_bytes"] == int((24 * 10**9 - 500 * 10**6) * 0.9)
 
 
 def test_budget_below_the_optimizer_update_gives_a_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
-    job = tiny_job.__file__ + ":few_k"
+    job = tiny_job.__file__ + ":one_k"
     assert run(["plan", job, "--device", "h200", "--memory-budget", "1KiB"]) == 2
     message = capsys.readouterr().err
     assert "needs more" in message
@@ -378,7 +378,9 @@ def test_estimate_of_many_k_covers_all_and_round_trips() -> None:
 @pytest.mark.parametrize("choices", ["adamw8bit", "release", "adamw8bit+release"])
 def test_lean_optimizers_need_the_memory_that_they_need_in_training(choices: str) -> None:
     pytest.importorskip("bitsandbytes")
-    job = launched(replace(large_gpt(), clip_norm=None), split(f"job+{choices}", where="test")[1])
+    job = launched(
+        replace(large_gpt(), clip_norm=None, accumulation_choices=(1,)), split(f"job+{choices}", where="test")[1]
+    )
     found, measured = estimate(job, ON_CPU), profile(job, device_name="cpu", options=ProfilerOptions.lean())
     assert found.static_bytes == pytest.approx(measured.static_bytes, rel=0.001)
     plan = found.space.baseline().changed(storage=found.space.leanest().storage)

@@ -261,7 +261,7 @@ def test_a_profile_tells_the_error_of_the_gradient_and_locks_what_goes_too_far(
     fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ProfilerOptions.lean()
-    found = profile(tiny_job.make(), device_name="here", options=options)
+    found = profile(tiny_job.one_k(), device_name="here", options=options)
     assert found.precisions == (Precision.FP32, Precision.BF16, FP8)
     assert "fp8" not in found.uniform_tables
     assert "fp8/recompute" in found.tables[0].segments[3].costs
@@ -269,7 +269,7 @@ def test_a_profile_tells_the_error_of_the_gradient_and_locks_what_goes_too_far(
     assert early.startswith("fp8")
     assert late.startswith("after 20 steps of training, fp8")
     monkeypatch.setattr(choice_errors, "_MOST_ERROR", 1e-3)
-    strict = profile(tiny_job.make(), device_name="here", options=options)
+    strict = profile(tiny_job.one_k(), device_name="here", options=options)
     # An embedding has no linear layer, which alone computes in other numbers.
     assert set(strict.locked) == {"blocks.0", "blocks.1", "blocks.2", "head"}
     assert set(strict.locked.values()) == {("fp8",)}

@@ -99,7 +99,7 @@ def test_log_arrives_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     decided = [event for event in events if event["event"] == "decision"]
     (run,) = runs_in(f"sqlite:///{tmp_path / 'tracked.db'}")
     assert run.info.status == "FINISHED", (folder / following_process.OUTPUT).read_text()
-    assert run.data.params["units"] == "8"
+    assert run.data.params["units"] == "6"
     assert run.data.tags["detached_because"] == "detach() was called"
     assert run.data.metrics["switches"] == sum(event["event"] == "switched" for event in events) > 0
     assert run.data.metrics["pressure"] == decided[-1]["predicted"]["peak_bytes"] / 10**9

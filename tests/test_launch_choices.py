@@ -49,6 +49,7 @@ from autotune.report.writing import page_for
 
 HERE = Path(__file__)
 TINY = f"{Path(tiny_job.__file__)}:job"
+ONE_K = f"{Path(tiny_job.__file__)}:one_k"
 SLOW = f"{HERE}:slow_disk"
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -454,7 +455,7 @@ def test_catalog_reference_with_knobs_changes_the_optimizer_and_the_plain_one_do
 def test_launch_choices_are_tuned_within_one_budget_and_measured_in_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["tune", TINY, "--method", "exact", "--memory-budget", "90%", "--steps", "60", "--report-to", "none"]
+    arguments = ["tune", ONE_K, "--method", "exact", "--memory-budget", "90%", "--steps", "60", "--report-to", "none"]
     arguments += ["--launches", "sgd=0.1, release", "--runs-dir", str(tmp_path)]
     assert run([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -492,9 +493,9 @@ def test_the_fastest_launch_choice_wins_if_it_is_beyond_doubt(tmp_path: Path, mo
         return {name: {"ratio_median": sum(pair) / 2, "ratio_ci95": pair} for name, pair in bounds.items()}
 
     monkeypatch.setattr(tuning, "side_by_side", ratios)
-    request = TuneRequest(job=TINY, method="exact", steps=60, report_to="none")
+    request = TuneRequest(job=ONE_K, method="exact", steps=60, report_to="none")
     launches = ["sgd=0.1", "foreach"]
-    found = tuning.tune_launches(request, TrustedInputs(jobs=[TINY]), tmp_path, Silent(), launches=launches)
+    found = tuning.tune_launches(request, TrustedInputs(jobs=[ONE_K]), tmp_path, Silent(), launches=launches)
     assert found["run"] == found["launches"]["sgd=0.1"]["run"]
 
 

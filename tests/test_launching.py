@@ -292,10 +292,10 @@ class Told(Silent):
 def test_stages_are_numbered_up_to_their_announced_count(tmp_path: Path) -> None:
     told = Told()
     arms = ["recompute-all", "exact", "random+lion=2e-3"]
-    autotune.compare(str(JOB), arms, seeds=2, steps=45, runs_dir=tmp_path, reporter=told)
+    autotune.compare(f"{JOB}:one_k", arms, seeds=2, steps=45, runs_dir=tmp_path, reporter=told)
     assert [title.partition(": ")[0] for title in told.titles] == [f"stage {1 + i} of 7" for i in range(7)]
     told.titles.clear()
-    autotune.tune(str(JOB), method="exact", steps=45, runs_dir=tmp_path, reporter=told)
+    autotune.tune(f"{JOB}:one_k", method="exact", steps=45, runs_dir=tmp_path, reporter=told)
     assert [title.partition(": ")[0] for title in told.titles] == [f"stage {1 + i} of 3" for i in range(3)]
 
 

@@ -168,7 +168,7 @@ class Wanders:
 
 
 def deep_gpt() -> nn.Module:
-    return TinyGPT(width=16, blocks=6, dropout=0.2)
+    return TinyGPT(width=16, blocks=4, dropout=0.2)
 
 
 class Moves:

@@ -19,7 +19,7 @@ from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
 from autotune.plan import Plan
 from autotune.profiling.unit_calls import UnitCalls
 
-CPU, WIDTH = torch.device("cpu"), 64
+CPU, WIDTH = torch.device("cpu"), 32
 Calls = Callable[[int], int]
 Also = Callable[[nn.Module, torch.Tensor, int], torch.Tensor | float]
 

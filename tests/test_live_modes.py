@@ -455,7 +455,7 @@ def test_every_named_policy_plans_k_and_precision_within_a_budget(policy: str, b
     lowest, highest = profiled_peaks()
     limits = dataclasses.replace(RESTLESS, gain_frac=0.0)
     tuned = train(
-        lambda: TinyGPT(width=16, blocks=6, dropout=0.0), texts(40, rows=4), gpt_loss, policy=policy, mode="tolerant",
+        lambda: TinyGPT(width=16, blocks=4, dropout=0.0), texts(40, rows=4), gpt_loss, policy=policy, mode="tolerant",
         settings=Settings(batching=batching), memory_budget_bytes=int(lowest + 0.6 * (highest - lowest)), limits=limits,
     )  # fmt: skip
     status = tuned.tuner.status

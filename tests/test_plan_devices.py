@@ -143,7 +143,7 @@ def test_links_and_nodes_are_those_that_are_given(capsys: pytest.CaptureFixture[
 
 
 def test_one_device_is_planned_as_before_unless_a_number_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    document = planned(capsys, JOB, "--device", "h100")
+    document = planned(capsys, f"{tiny_job.__file__}:one_k", "--device", "h100")
     assert document["job"] == tiny_job.job().name
     assert "alternatives" in document
     assert "answers" not in document

@@ -591,13 +591,13 @@ def test_policy_gets_the_features_and_makes_the_decisions_of_the_simulated_plann
 @pytest.fixture(scope="module")
 def tiny_profile() -> Profile:
     options = ProfilerOptions(seconds=0.5, max_rounds=2, calibration_plans=2)
-    return profile(tiny_job.job(), device_name="here", options=options)
+    return profile(tiny_job.few_k(), device_name="here", options=options)
 
 
 def test_policy_guides_real_training_through_a_memory_dip(tiny_profile: Profile) -> None:
     baseline = peak_bytes(tiny_profile, tiny_profile.space.baseline())
     budget = int(1.1 * baseline)
-    engine = TorchEngine(tiny_job.job())
+    engine = TorchEngine(tiny_job.few_k())
     torch.manual_seed(0)
     policy = PlannerPolicy(settings=LEANING, network=LeverNetwork(16))
     leader = Leader(engine, policy, tiny_profile, budget)

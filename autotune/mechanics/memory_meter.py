@@ -73,7 +73,7 @@ class MemoryMeter:
         with (
             collection_paused(),
             settled_collectives(),
-            devices.profiled(memory=True) as trace,
+            devices.profiled(memory=True, operations=False) as trace,
             record_function("step"),
         ):
             yield

@@ -327,8 +327,9 @@ class StepTracer:
         """Trace the body, one optimizer step."""
         with (
             settled_collectives(),
-            devices.profiled(memory=True) as profiled,
-            # The profiler keeps an accelerator's releases between operations only if they have a parent.
+            # The profiler keeps an accelerator's allocations and releases only if they have a parent: those of the
+            # backward pass, which has a thread of its own there, an operation, and those between operations the step.
+            devices.profiled(memory=True, operations=devices.is_accelerator(self._device)) as profiled,
             record_function(self._STEP),
             self.watch,
             yielding_saved_hooks(self._pack, self._give_way),
