@@ -7,6 +7,7 @@ fuller one that the traces predict to fit.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from autotune.live.allowed_plans import AllowedPlans, K
@@ -345,7 +346,9 @@ class Lessons:
             return None
         length = self._length(placements)
         found = placements.fastest(usable(self.budget_bytes), length, samples=self.ahead.cut_samples)
-        if found is None or (found in seen and not short):
+        if found is not None and found in seen and not short:
+            found = self._alike(found, placements, length)
+        if found is None:
             return None
         expected = Expected(
             plan=found,
@@ -354,6 +357,25 @@ class Lessons:
             static_bytes=placements.profile.static_bytes,
         )
         return self.tracing(found, expected)
+
+    def _alike(self, plan: Plan, placements: Placements, length: float) -> Plan | None:
+        """Return a plan that saves a unit that no traced plan saves, and recomputes another one in its place.
+
+        Until a unit was saved, only an upper bound of what it keeps is known.
+
+        Returns:
+            The plan; ``None`` if there is none that is predicted to fit.
+        """
+        saves, room = self._allowed.space.storages[0], usable(self.budget_bytes)
+        known = {name for one in self._knowledge.seen for name, storage in one.storage.items() if storage is saves}
+        unknown = [name for name in plan.recomputed if name not in known]
+        others = [name for name in self._allowed.space.recomputable if name not in plan.recomputed]
+        for name, other in itertools.product(unknown, others):
+            changed = {**plan.storage, name: saves, other: plan.storage_of(name)}
+            alike = plan.changed(storage=changed)
+            if placements.peak_bytes(alike, length, self.ahead.cut_samples) <= room:
+                return alike
+        return None
 
     def _untimed(self) -> Use | None:
         """Return a timed step in the precision with the fewest timed steps; ``None`` if no more is needed.
