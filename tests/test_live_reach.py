@@ -116,6 +116,68 @@ class Doubles(torch.autograd.Function):
         return gradients[0]
 
 
+class CountsInAGlobal(torch.autograd.Function):
+    """Changes state that no unit's own code names, in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        CALLED["calls"] += 1
+        return x * (1 + 0.001 * CALLED["calls"])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        CALLED["calls"] += 1
+        return gradients[0]
+
+
+def count_by(by: int) -> None:
+    CALLED["calls"] += by
+
+
+COUNTED = functools.partial(count_by, 2)
+
+
+class Written:
+    """An object that counts what is written to it."""
+
+    @property
+    def last(self) -> int:
+        return CALLED["calls"]
+
+    @last.setter
+    def last(self, value: int) -> None:
+        CALLED["calls"] += value
+
+    def __getitem__(self, place: int) -> int:
+        CALLED["calls"] += place
+        return place
+
+
+WRITTEN = Written()
+
+
+class CallsAFunctionThatCounts(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(CountsInAGlobal.apply(x)))
+
+
+class CallsAPartial(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        COUNTED()
+        return super().forward(x)
+
+
+class WritesToAProperty(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        WRITTEN.last = 1
+        return super().forward(x)
+
+
+class ReadsAnItem(Part):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * WRITTEN[1]
+
+
 class NamesAClass(Part):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Counter.total += 1
@@ -433,6 +495,24 @@ class CatchesErrors(Part):
             return torch.sin(x)
 
 
+def somehow(x: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.tanh(x * torch.tanh(x))
+    except Exception:  # whatever it is, there is another way
+        return torch.sin(x)
+
+
+class CatchesErrorsElsewhere(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        found = super().forward(x)
+        return found if self.calls < 5 else somehow(found)
+
+
 class TakesLater(Part):
     """A model that later takes an input with attributes."""
 
@@ -529,6 +609,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
             CallsAnObject,
             OwnsAnObject,
             CallsAnAutogradFunction,
+            CallsAFunctionThatCounts,
+            CallsAPartial,
+            WritesToAProperty,
+            ReadsAnItem,
             CallsDeep,
             ReadsAThreadsOwn,
             HoldsAnAppend,
@@ -541,6 +625,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
             MetersEveryFifthCall,
             HidesInAnObjectLate,
             CatchesErrors,
+            CatchesErrorsElsewhere,
             KeepsInANamespace,
         )
     },
@@ -616,6 +701,7 @@ def test_side_effects_of_units_stay_as_in_the_unattached_run(name: str, *, lean:
         "HidesInAnObjectLate",
         "the same object",
         "CatchesErrors",
+        "CatchesErrorsElsewhere",
         "signatures",
         "swapped classes",
         "dropped buffers",
@@ -629,6 +715,25 @@ def test_side_effects_of_units_stay_as_in_the_unattached_run(name: str, *, lean:
 def test_repeatable_units_are_not_locked(name: str) -> None:
     _, locks = lean_run(name)
     assert bool(locks) == (name == "NamesAClass"), locks
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_units_that_call_scripted_functions_are_locked() -> None:
+    """After some runs torch compiles such a function anew, with other rounding: no run may be added."""
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+    scripted = torch.jit.script(gelu)
+
+    class Scripted(Part):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return scripted(super().forward(x))
+
+    _, locks = trained(functools.partial(with_blocks, Scripted), 1, "exact")
+    blocks = [why for name, why in locks.items() if name.startswith("blocks")]
+    assert blocks
+    assert all("scripted function" in why for why in blocks)
 
 
 def test_class_attribute_set_around_the_forward_pass_is_read_unchanged() -> None:

@@ -248,16 +248,27 @@ class _Again(AbstractContextManager[None]):
 def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
     """Return whether a recomputation must not end early, by an exception that checkpoint raises.
 
-    A method of the parts' classes may catch it, or release a lock later that it has acquired without ``with``.
+    A method of the parts' classes, or a function of the same files that it calls, may catch it, or release a lock later
+    that it has acquired without ``with``.
     """
-    kinds = dict.fromkeys(
-        base
-        for part in parts
-        for base in type(part).__mro__
-        if base.__module__.partition(".")[0] not in ("torch", "builtins")
-    )
-    methods = (one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType))
-    return any(_may_not_end(inspect.unwrap(method).__code__) or _may_not_end(method.__code__) for method in methods)
+    kinds = dict.fromkeys(base for part in parts for base in type(part).__mro__ if not _is_torchs(base))
+    waiting = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
+    files, met = {one.__module__ for one in (*kinds, *waiting)}, set[FunctionType]()
+    while waiting:
+        function = waiting.pop()
+        if function in met or _is_torchs(function) or function.__module__ not in files:
+            continue
+        met.add(function)
+        if _may_not_end(function.__code__):
+            return True
+        waiting.append(inspect.unwrap(function))
+        named = (function.__globals__.get(name) for name in function.__code__.co_names)
+        waiting += [one for one in named if isinstance(one, FunctionType)]
+    return False
+
+
+def _is_torchs(found: type | FunctionType) -> bool:
+    return found.__module__.partition(".")[0] in ("torch", "builtins")
 
 
 @functools.cache

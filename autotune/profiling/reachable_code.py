@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._library.custom_ops import CustomOpDef
 
 from autotune.mechanics.copies import own_dict
 
@@ -40,7 +41,15 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _OF_THE_PROCESS: tuple[Any, ...] = (random, np.random, random._inst, np.random.mtrand._rand)
 _OF_ITS_OWN = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _HOST, _OWN = "Python's or NumPy's generator", "a generator of its own"
-_CALLED_UNNAMED = ("__init__", "__call__", "__enter__", "__exit__", "__iter__", "__next__")
+_CALLED_UNNAMED = (
+    *("__init__", "__call__", "__enter__", "__exit__", "__iter__", "__next__"),
+    *("__getitem__", "__setitem__"),
+)
+# What autograd calls of a function of the user's own, and a custom operator of its definition.
+_CALLED_BY_AUTOGRAD = ("forward", "backward", "setup_context", "jvp", "vmap")
+_OF_AN_OPERATOR = ("_init_fn", "_setup_context_fn", "_backward_fn")
+# Operations of a scripted function from which torch may make one, which rounds otherwise.
+_FUSED = 3
 _MOST_FUNCTIONS = 2000
 # Builtins with which code reaches what a probe does not see, and packages that report elsewhere.
 _DEEDS = {
@@ -84,8 +93,10 @@ def _read_in(code: CodeType) -> frozenset[str]:
 def plain_functions(found: Any) -> list[FunctionType]:
     """Return the functions behind a method, a property or a decorated function: wrappers, and what they wrap."""
     if isinstance(found, property):
-        found = found.fget
-    elif isinstance(found, MethodType | staticmethod | classmethod):
+        return [one for each in (found.fget, found.fset) for one in plain_functions(each)]
+    if isinstance(found, functools.partial):
+        return plain_functions(found.func)
+    if isinstance(found, MethodType | staticmethod | classmethod):
         found = found.__func__
     functions: list[FunctionType] = []
     while found is not None and found not in functions:
@@ -126,6 +137,8 @@ def deed_of(module: nn.Module) -> str | None:
     up modules where nothing depends on it.
     """
     parts = list(module.modules())
+    if any(_is_optimised(found) for one in _reached(parts) for found in _named(one, names_in(one.__code__), parts)):
+        return "run a scripted function, which torch optimises after some runs"
     own: set[str | None] = {kind.__module__ for part in parts for kind in type(part).__mro__}
     own |= {one.__module__ for found in _called_first(parts) for one in plain_functions(found)}
     methods = [one for part in parts for kind in type(part).__mro__ for one in vars(kind).values()]
@@ -142,6 +155,13 @@ def deed_of(module: nn.Module) -> str | None:
             if deed is not None:
                 return deed
     return None
+
+
+def _is_optimised(found: Any) -> bool:
+    """Return whether an object is a scripted function that torch may come to compute with other rounding."""
+    if not isinstance(found, torch.jit.ScriptFunction):
+        return False
+    return sum(node.kind().startswith("aten::") for node in found.graph.nodes()) >= _FUSED
 
 
 def _deed_with(found: Any, names: frozenset[str]) -> str | None:
@@ -230,7 +250,7 @@ def functions_of(found: Any, names: frozenset[str]) -> list[Any]:
     """Return the functions that code with these names may call on an object."""
     if type(found) in weakref.ProxyTypes:
         return []
-    if isinstance(found, FunctionType | MethodType | property | staticmethod | classmethod):
+    if isinstance(found, FunctionType | MethodType | property | staticmethod | classmethod | functools.partial):
         return [found]
     if isinstance(found, ModuleType):
         return [] if is_trusted(found.__name__) else [vars(found)[name] for name in names if name in vars(found)]
@@ -238,6 +258,10 @@ def functions_of(found: Any, names: frozenset[str]) -> list[Any]:
         # Parts of the unit are followed separately; this may also be a module that the unit does not own.
         return [type(found).forward]
     kind = found if isinstance(found, type) else type(found)
+    if issubclass(kind, CustomOpDef):
+        return [one for name in _OF_AN_OPERATOR if (one := vars(found).get(name)) is not None]
+    if issubclass(kind, torch.autograd.Function):
+        names = names.union(_CALLED_BY_AUTOGRAD)
     if is_trusted(kind.__module__):
         return []
     return [
