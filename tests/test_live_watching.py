@@ -120,6 +120,58 @@ def test_autograd_reports_writes_to_saved_tensors_in_every_step(written: str, st
         trained(loss_of, attach=True)
 
 
+class Ends(nn.Module):
+    """A block whose output autograd saves; in large batches it writes to what autograd has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(WIDTH, WIDTH), False
+        self.register_buffer("mask", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.sigmoid(self.linear(x))
+        if len(x) > 16:
+            hidden += 0.1
+        return torch.tanh(hidden * self.mask)
+
+
+def ends_in_error(place: str, *, attach: bool) -> tuple[str, int]:
+    """Return the error in which a loop ends that writes to a tensor that autograd has saved, and in which step."""
+    seeded()
+    model = nn.Sequential(*(Ends() for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=1, runs_dir=None) if attach else None
+    rows, steps = 32 if place == "within" else 16, 0
+    with ExitStack() as left:
+        if tuner is not None:
+            left.callback(tuner.detach)
+        try:
+            for steps in range(30):
+                batch = torch.randn(rows if steps == 25 else 16, WIDTH)
+                for x in [batch] if tuner is None else tuner.micro_batches(batch):
+                    found = model[0](x)
+                    if place == "output":
+                        found += 1
+                    loss = model[1:](found).square().mean()
+                    if place == "buffer":
+                        model[1].mask.mul_(1.0)
+                    loss.backward() if tuner is None else tuner.backward(loss)
+                optimizer.step() if tuner is None else tuner.step()
+                optimizer.zero_grad()
+        except RuntimeError as error:
+            return str(error).partition("[")[0], steps
+    return "", steps
+
+
+@pytest.mark.parametrize("place", ["output", "buffer", "within"])
+def test_writes_to_what_recomputed_units_save_are_reported_as_without_a_tuner(place: str) -> None:
+    """Such loops once went on, with another gradient."""
+    alone = ends_in_error(place, attach=False)
+    assert "modified by an inplace operation" in alone[0]
+    assert alone[1] == (25 if place == "within" else 0)
+    assert ends_in_error(place, attach=True) == alone
+
+
 def test_modules_may_share_a_dictionary_of_hooks() -> None:
     def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         for part in model.children():

@@ -16,8 +16,8 @@ import itertools
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any, Protocol
@@ -50,13 +50,15 @@ from autotune.mechanics.kept import Kept, Objects, Reads, flattened, is_carrier,
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.muting import muted
 from autotune.mechanics.repeats import Repeats, is_due
-from autotune.mechanics.watching_hooks import seeing_saved
+from autotune.mechanics.watching_hooks import are_hooked, reporting_writes, seeing_saved
 
 logger = logging.getLogger(__name__)
 
 WRITTEN = "its inputs are written to in place before its backward pass"
 _OVERWRITTEN = "its weights or other tensors were written to between its forward and its backward pass"
 _DIFFERS = "recomputed, it did not repeat its forward pass"
+# First calls in which writes to saved tensors are looked for, and the most shapes of arguments that are told apart.
+_LOOKED_AT, _MOST_SHAPES = 16, 1000
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
@@ -354,6 +356,7 @@ class _Call:
         held: the tensors within objects, if no copies are kept.
         again: context that restores the unit's state.
         first: data of the first run; ``None`` once it has run.
+        reports: whether the backward pass raises if a tensor that the run has saved was written to.
     """
 
     forward: Callable[..., Any]
@@ -364,6 +367,7 @@ class _Call:
     held: Kept | None
     again: _Again
     first: _First | None
+    reports: bool = False
 
     def run(self, *leaves: Any) -> Any:
         """Run the call; a repetition uses the leaves that ``kept`` or checkpoint has kept."""
@@ -382,10 +386,18 @@ class _Call:
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
         """Return the contexts of the first run and of the later ones."""
-        watch: AbstractContextManager[Any] = nullcontext()
-        if self.first is not None and self.first.reads.tensors:
-            watch = self.first.reads
-        return watch if self.again.repeats is None else self.again.repeats.first(watch), self.again
+        return self._watched(), self.again
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with ExitStack() as watch:
+            if self.reports:
+                watch.enter_context(reporting_writes())
+            if self.again.repeats is not None:
+                watch.enter_context(self.again.repeats.first())
+            if self.first is not None and self.first.reads.tensors:
+                watch.enter_context(self.first.reads)
+            yield
 
     def has_run(self) -> None:
         """Drop the first run's data, and those tensors of other units that the run did not use."""
@@ -448,6 +460,8 @@ class Recomputation:
     _last: _Call | None = None
     # Ids of the attribute values of each part at the previous call.
     _held: list[list[int]] = field(default_factory=list)
+    # Shapes of the arguments of all calls.
+    _shapes: set[tuple[torch.Size, ...]] = field(default_factory=set)
     # Nesting of the last call's arguments.
     _shape: TreeSpec | None = None
     # Whether a recomputation differed, as a tensor on the accelerator.
@@ -511,9 +525,17 @@ class Recomputation:
         tensors = {place: leaf for place, leaf in given.items() if leaf.grad_fn is None}
         others = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         attributes = {place: given_attributes(leaf) for place, leaf in others.items() if has_scalar_attributes(leaf)}
-        call = _Call(forward, shape, tensors, attributes, kept, held, again, first)
+        call = _Call(forward, shape, tensors, attributes, kept, held, again, first, self._reports(others.values()))
         self._last = call if self.keeps else None
         return call
+
+    def _reports(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether writes to saved tensors are looked for: in some calls, and in the first of each shape."""
+        shapes = tuple(one.shape for one in tensors)
+        is_new = shapes not in self._shapes and len(self._shapes) < _MOST_SHAPES
+        if is_new:
+            self._shapes.add(shapes)
+        return (is_new or self._calls <= _LOOKED_AT or is_due(self._calls)) and not are_hooked()
 
     def may_repeat(self) -> bool:
         """Return whether operations of the module may be repeated: so far, nothing differed or was written to."""

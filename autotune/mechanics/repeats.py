@@ -7,9 +7,8 @@ at once, on an accelerator later, so that the run does not wait for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import takewhile
-from typing import Any
 
 import torch
 
@@ -83,13 +82,9 @@ class Repeats:
         self.differs: bool | torch.Tensor = False
 
     @contextmanager
-    def first(self, watch: AbstractContextManager[Any]) -> Iterator[None]:
-        """Run the forward pass within another context, and record what it saves.
-
-        Args:
-            watch: the other context.
-        """
-        with seeing_saved(self._then.add), watch:
+    def first(self) -> Iterator[None]:
+        """Run the forward pass, and record what it saves."""
+        with seeing_saved(self._then.add):
             yield
 
     @contextmanager

@@ -132,6 +132,41 @@ def seeing_saved(see: Pack) -> Iterator[None]:
 
 
 @contextmanager
+def reporting_writes() -> Iterator[None]:
+    """Run the body with autograd's check that nobody writes to saved tensors, which the active hooks do not keep.
+
+    The backward pass raises as it does without hooks.
+    """
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
+    if top is None:
+        yield
+        return
+    pack, unpack = top
+
+    def packed(tensor: torch.Tensor) -> tuple[Any, torch.Tensor | None, int]:
+        own = tensor.detach() if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_inference() else None
+        if own is not None:
+            # It keeps the count of writes to the tensor, but not the tensor's memory.
+            own.data = own.new_empty(0)
+        return pack(tensor), own, version_of(tensor)
+
+    def unpacked(kept: tuple[Any, torch.Tensor | None, int]) -> Any:
+        inner, own, version = kept
+        if own is not None:
+            _unpacked((own, version))
+        return unpack(inner)
+
+    with saved_tensors_hooks(packed, unpacked):
+        yield
+
+
+def are_hooked() -> bool:
+    """Return whether hooks for saved tensors are active that are not this module's own."""
+    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)
+    return top is not None and getattr(top[0], "__module__", None) != __name__
+
+
+@contextmanager
 def observing_kept(observe: Callable[[Iterable[torch.Tensor]], None]) -> Iterator[None]:
     """Observe the tensors that units keep as they are by other means than autograd, while the body runs.
 
