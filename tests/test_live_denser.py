@@ -98,6 +98,36 @@ def test_at_most_the_first_step_of_another_kind_exceeds_the_budget(name: str) ->
     assert set(over(loop, budget)) <= ({AT} if name != "dropout" else set())
 
 
+def test_low_budgets_hold_where_every_second_step_calls_the_model_twice() -> None:
+    """What the last unit keeps costs nothing in steps with one call, so that it was saved in the others, too."""
+
+    class Twice(Loop):
+        def train(self, run: Run) -> None:
+            model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 1))
+            optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+            tuner = run.attach(model, optimizer)
+            for step, batch in enumerate(points(run.steps, rows=256)):
+                for rows in tuner.micro_batches(batch):
+                    loss = model(rows).square().mean()
+                    loss = loss + model(rows.flip(0)).square().mean() if step % 2 else loss
+                    tuner.backward(loss)
+                tuner.step()
+                run.log(loss)
+            run.keep(model, optimizer)
+
+    loop, steps = Twice(), 42
+    lean = trained(loop, Run({"limits": RESTLESS, "policy": "exact", "memory_budget_bytes": 1}, steps=8)).used[-1]
+    full = lean.changed(storage=dict.fromkeys(lean.storage, Storage.SAVE))
+    low, high = (max(trained(loop, Run(plans=[plan], steps=4)).peaks) for plan in (lean, full))
+
+    def budget(step: int) -> int:
+        return int(1.02 * low if step % 7 == 0 else 1.05 * high)
+
+    attached = trained(loop, Run({"limits": RESTLESS, "policy": "exact"}, steps=steps, budget=budget))
+    peaks = trained(loop, Run(plans=kept_where_locked(attached), steps=steps)).peaks
+    assert [step for step, peak in enumerate(peaks) if peak > budget(step)] == []
+
+
 def test_sizes_that_the_loop_draws_itself_exceed_the_budget_once_each() -> None:
     """Multi-scale training: the loop resizes its batches, whose own shape is always the same."""
     repeats = itertools.cycle([2] * 5 + [1] * 5 + [4] * 5 + [3] * 5)

@@ -318,7 +318,7 @@ class Pilot:
             self._peaks.correct(self.phase.peak_bytes)
         step = replace(step, handed_bytes=self._calls.handed_bytes)
         self._take_news(self._profiler.end(step))
-        self._note_size(step, usual=calls <= self._calls.usual)
+        self._note_size(step, usual=self._calls.compares and calls <= self._calls.usual)
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
         self._note_calls(max(calls, self._profiler.knowledge.take_odd_calls()), peak)
@@ -560,6 +560,9 @@ class Pilot:
                 # Steps with the usual calls may take more than is left for them.
                 room = usable(budget) - self._peaks.unforeseen
             self._least = least if least > room else None
+            if self._calls.extra > 1:
+                # What a unit keeps that is called last costs nothing in steps with the usual calls alone.
+                return self._profiler.leanest
         return found.plan
 
     def _apply(self, plan: Plan) -> None:
