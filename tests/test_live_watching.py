@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import set_checkpoint_debug_enabled
 from zoo import WIDTH, Residual, points
 
 import autotune
@@ -32,13 +33,21 @@ def stack() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Residual() for _ in range(3)], nn.Linear(WIDTH, 1))
 
 
-def trained(loss_of: Loss, *, attach: bool, before_backward: Callable[[nn.Module], object] | None = None) -> Any:
+def trained(
+    loss_of: Loss,
+    *,
+    attach: bool,
+    before_backward: Callable[[nn.Module], object] | None = None,
+    budget: int | None = None,
+) -> Any:
     """Return a model after some steps, and its tuner."""
     model = stack()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     with ExitStack() as left:
-        tuner = autotune.attach(model, optimizer, "exact", runs_dir=None, limits=RESTLESS) if attach else None
-        if tuner is not None:
+        tuner = None
+        if attach:
+            settings = {"runs_dir": None, "limits": RESTLESS, "memory_budget_bytes": budget}
+            tuner = autotune.attach(model, optimizer, "exact", **settings)
             left.callback(tuner.detach)
         for batch in points(STEPS):
             for micro in [batch] if tuner is None else tuner.micro_batches(batch):
@@ -89,6 +98,44 @@ def test_transform_in_a_traced_step_gives_the_same_result(loss_of: Loss) -> None
     attached, tuner = trained(loss_of, attach=True)
     assert all(map(torch.equal, alone.parameters(), attached.parameters()))
     assert tuner.detached_because == "detach() was called"
+
+
+def debugged(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with set_checkpoint_debug_enabled(True):
+        return plain(model, batch)
+
+
+@pytest.mark.parametrize("later", [without_hooks, debugged])
+def test_what_recomputation_cannot_run_under_may_begin_late(later: Loss) -> None:
+    """The run once ended in an error."""
+
+    def loss_of() -> Loss:
+        calls = itertools.count()
+        return lambda model, batch: (later if next(calls) > STEPS / 2 else plain)(model, batch)
+
+    alone, _ = trained(loss_of(), attach=False)
+    attached, _ = trained(loss_of(), attach=True, budget=1)
+    assert all(map(torch.equal, alone.parameters(), attached.parameters()))
+
+
+def test_units_that_may_call_a_transform_are_locked() -> None:
+    class Differentiates(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = super().forward(x)
+            return found + torch.func.grad(lambda z: z.sum())(found) if len(x) > 16 else found
+
+    seeded()
+    model = nn.Sequential(*(Differentiates() for _ in range(2)))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    tuner = autotune.attach(model, optimizer, "exact", runs_dir=None, limits=RESTLESS, memory_budget_bytes=1)
+    for batch in points(STEPS):
+        rows = torch.cat([batch, batch]) if tuner.status["steps"] == STEPS - 2 else batch
+        for micro in tuner.micro_batches(rows):
+            tuner.backward(model(micro).square().mean())
+        tuner.step()
+        optimizer.zero_grad()
+    assert all("torch.func.grad" in tuner.locks[name] for name in ("0", "1"))
+    tuner.detach()
 
 
 def test_saved_tensor_hooks_work_after_a_step_that_disabled_tracing_hooks() -> None:

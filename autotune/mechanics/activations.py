@@ -50,7 +50,7 @@ from autotune.mechanics.kept import Kept, Objects, Reads, flattened, is_carrier,
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.muting import muted
 from autotune.mechanics.repeats import Repeats, is_due
-from autotune.mechanics.watching_hooks import are_hooked, reporting_writes, seeing_saved
+from autotune.mechanics.watching_hooks import reporting_writes, seeing_saved
 
 logger = logging.getLogger(__name__)
 
@@ -535,7 +535,10 @@ class Recomputation:
         is_new = shapes not in self._shapes and len(self._shapes) < _MOST_SHAPES
         if is_new:
             self._shapes.add(shapes)
-        return (is_new or self._calls <= _LOOKED_AT or is_due(self._calls)) and not are_hooked()
+        # Others' hooks keep values of their own, to which nobody writes.
+        hook = ambient.saving_hook()
+        is_others = hook is not None and hook.__module__ != reporting_writes.__module__
+        return not is_others and (is_new or self._calls <= _LOOKED_AT or is_due(self._calls))
 
     def may_repeat(self) -> bool:
         """Return whether operations of the module may be repeated: so far, nothing differed or was written to."""

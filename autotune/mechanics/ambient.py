@@ -17,6 +17,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.nn.utils import parametrize
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _C: Any = torch._C
@@ -46,6 +47,8 @@ _TRANSFORMED = "it was called within a transform of torch.func, which allows no 
 _FORWARD_AD = "it was called within forward-mode differentiation, which recomputation does not repeat"
 _MODE = "it was called within a mode that intercepts operations of torch, which recomputation would not run under"
 _ON_ALL = "a hook on the calls of all modules is registered, which recomputation would call again"
+_FORBIDDEN = "it runs where hooks for saved tensors are forbidden"
+_DEBUGGED = "checkpoints are being debugged"
 _SAVING = "its caller has set hooks on the tensors saved for backward"
 
 
@@ -145,6 +148,10 @@ def interception(module: nn.Module) -> str | None:
     """
     if _C._are_functorch_transforms_active():
         return _TRANSFORMED
+    if not _C._autograd._saved_tensors_hooks_is_enabled():
+        return _FORBIDDEN
+    if checkpoint._checkpoint_debug_enabled:
+        return _DEBUGGED
     if forward_ad._current_level >= 0:
         return _FORWARD_AD
     if _C._len_torch_dispatch_stack() and any(map(_is_foreign, _get_current_dispatch_mode_stack())):

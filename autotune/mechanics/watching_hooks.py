@@ -160,12 +160,6 @@ def reporting_writes() -> Iterator[None]:
         yield
 
 
-def are_hooked() -> bool:
-    """Return whether hooks for saved tensors are active that are not this module's own."""
-    top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(True)
-    return top is not None and getattr(top[0], "__module__", None) != __name__
-
-
 @contextmanager
 def observing_kept(observe: Callable[[Iterable[torch.Tensor]], None]) -> Iterator[None]:
     """Observe the tensors that units keep as they are by other means than autograd, while the body runs.

@@ -48,6 +48,8 @@ _CALLED_UNNAMED = (
 # What autograd calls of a function of the user's own, and a custom operator of its definition.
 _CALLED_BY_AUTOGRAD = ("forward", "backward", "setup_context", "jvp", "vmap")
 _OF_AN_OPERATOR = ("_init_fn", "_setup_context_fn", "_backward_fn")
+# Transforms of torch.func within which hooks for saved tensors raise.
+_FORBID_HOOKS = {"grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"}
 # Operations of a scripted function from which torch may make one, which rounds otherwise.
 _FUSED = 3
 _MOST_FUNCTIONS = 2000
@@ -154,6 +156,20 @@ def deed_of(module: nn.Module) -> str | None:
             deed = _deed_with(found, names)
             if deed is not None:
                 return deed
+    return None
+
+
+def transform_of(module: nn.Module) -> str | None:
+    """Return a transform that a unit's code may call and that forbids hooks for saved tensors, or ``None``."""
+    parts = list(module.modules())
+    for function in _reached(parts):
+        names = names_in(function.__code__)
+        for found in _named(function, names, parts):
+            if found is torch and "func" in names and (called := sorted(_FORBID_HOOKS & names)):
+                return f"torch.func.{called[0]}"
+            own = getattr(found, "__name__", None) if isinstance(found, FunctionType) else None
+            if own in _FORBID_HOOKS and found.__module__.startswith("torch._functorch"):
+                return f"torch.func.{own}"
     return None
 
 

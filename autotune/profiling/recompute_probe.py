@@ -34,7 +34,7 @@ from autotune.mechanics.muting import muted, telling
 from autotune.mechanics.stand_ins import StandIn
 from autotune.profiling.outside_state import Surroundings, own_attributes
 from autotune.profiling.passes import DRAWS, Unit, compared, distance, tensors_in
-from autotune.profiling.reachable_code import deed_of, source_of
+from autotune.profiling.reachable_code import deed_of, source_of, transform_of
 
 
 class UnitProbe(StandIn):
@@ -258,6 +258,9 @@ def storage_lock(
         deed = deed_of(module)
         if deed is not None:
             return f"its code may {deed}, which recomputation would do a second time"
+        transform = transform_of(module)
+        if transform is not None:
+            return f"its code may call {transform}, which forbids the hooks that recomputation needs"
         handed = flattened(args, kwargs)[0]
         around = Surroundings(module, own=own_attributes(module) if itself else (), handed=handed)
         if around.refusal is not None:
