@@ -128,7 +128,9 @@ class _Again(AbstractContextManager[None]):
             self._then.append((held, then))
         tensors = _tensors_of(parts)
         self._versions = [(one, version_of(one)) for one in tensors]
-        self._data = _data_of(tensors)
+        # A weight in a dictionary of another class is given its data by others, in hooks.
+        plain = {id(one) for one, _ in self._weights}
+        self._data = _data_of([one for one in tensors if id(one) in plain or not isinstance(one, nn.Parameter)])
         self._then += [(vars(one), vars(one).copy()) for one in tensors if has_scalar_attributes(one)]
         self.buffers, self.constants = {}, {}
         if any(part._buffers for part in parts):
