@@ -14,6 +14,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from small_models import TinyGPT
@@ -59,6 +60,7 @@ class Scale:
 
 
 class Meter:
+    inner: Meter
     total = 0.0
     hidden: torch.Tensor | None = None
     phase = Phase.UP
@@ -312,6 +314,25 @@ class MetersEveryFifthCall(Part):
         if self.calls % 5 == 0:
             self.meter.total += 1.0
         return super().forward(x)
+
+
+class CountsInAnArray(Part):
+    """Once it is told to, it counts in an array and in an object within an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.array, self.meter = False, np.zeros(2), Meter()
+        self.meter.inner = Meter()
+
+    def count(self, found: torch.Tensor) -> None:
+        self.array[0] += 1
+        self.meter.inner.total += float(found.detach().abs().mean())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        if self.counts:
+            self.count(found)
+        return torch.tanh(found) * (1 + 0.001 * float(self.array[0]) + 0.01 * self.meter.inner.total)
 
 
 class HidesInAnObjectLate(Part):
@@ -715,6 +736,29 @@ def test_side_effects_of_units_stay_as_in_the_unattached_run(name: str, *, lean:
 def test_repeatable_units_are_not_locked(name: str) -> None:
     _, locks = lean_run(name)
     assert bool(locks) == (name == "NamesAClass"), locks
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_arrays_and_inner_objects_that_change_after_a_warm_up_change_once(attach: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(CountsInAnArray() for _ in range(2)), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    tuner = None
+    if attach:
+        tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=1, limits=RESTLESS, runs_dir=None)
+    for number in range(16):
+        for block in list(model)[:2]:
+            block.counts = number >= 6
+        batch = torch.randn(4, 8)
+        for rows in (batch,) if tuner is None else tuner.micro_batches(batch):
+            loss = model(rows).square().mean()
+            loss.backward() if tuner is None else tuner.backward(loss)
+        optimizer.step() if tuner is None else tuner.step()
+        optimizer.zero_grad()
+    if tuner is not None:
+        assert tuner.plan.recomputed
+        tuner.detach()
+    assert [block.array[0] for block in list(model)[:2]] == [10, 10]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

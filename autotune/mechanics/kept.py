@@ -6,12 +6,14 @@ alive. Only the values of such tensors are kept, and only of those that the unit
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -24,6 +26,8 @@ _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_st
 # Containers that a call may change, and how many of their items are copied at each call.
 _MUTABLE = (list, dict, set, deque)
 _MOST_ITEMS, _MOST_SCALARS = 256, 4096
+# The largest array that is copied at each call, and the most objects within others that are restored.
+_MOST_ARRAY_BYTES, _MOST_OBJECTS = 2**16, 64
 _COMMON = frozenset({type(None), bool, int, float, str, list, tuple, dict, set, OrderedDict, torch.Tensor})
 _LIBRARIES = ("builtins", "torch", "numpy", "autotune", "collections", "functools", "weakref", "_thread", "threading")
 
@@ -200,11 +204,13 @@ def _few(value: Any) -> Any:
 
 
 def is_carrier(value: Any) -> bool:
-    """Return whether a value is a mutable container, or leads to a tensor that has a graph.
+    """Return whether a value is a mutable container or a small array, or leads to a tensor that has a graph.
 
     A value that leads to a module does not count, since it leads to everything in the module.
     """
     carries, waiting = isinstance(value, _MUTABLE), [value]
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= _MOST_ARRAY_BYTES and not value.dtype.hasobject
     met: set[int] = set()
     while waiting and len(met) <= _MOST_ITEMS:
         one = waiting.pop()
@@ -222,13 +228,15 @@ def is_carrier(value: Any) -> bool:
 
 
 def objects_of(parts: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Return the ``__dict__`` of each attribute of modules that is an object of the user's own class.
+    """Return the ``__dict__`` of each object of the user's own classes among attributes of modules, or of such objects.
 
     Args:
         parts: the modules.
     """
     held = {id(one): one for part in parts for one in part.__dict__.values() if _is_users_own(one)}
     # An object without a ``__dict__`` gives an empty one.
+    inner = (one for holder in [*held.values()] for one in own_dict(holder).values() if _is_users_own(one))
+    held.update((id(one), one) for one in itertools.islice(inner, _MOST_OBJECTS))
     return [own_dict(one) for one in held.values()]
 
 
