@@ -591,9 +591,9 @@ def test_small_batches_are_not_cut_because_large_ones_were_seen_first() -> None:
     shapes += [(int(draw.choice([4, 8, 16])), int(draw.choice([8, 24, 48]))) for _ in range(60)]
     steps, budget, status = cut_run(shapes, 0.8)
     assert not over(steps, budget)
-    # The first batch after the trials was too large for a step with smaller k, and none was ever made.
+    # The first batch after the trials was too large for a step with smaller k, and none was ever made. Which of them is
+    # the fastest later depends on measured times.
     assert status["ks"] >= {1, 4}
-    assert {step.plan.accumulation_steps for step in steps[40:]} - {4, 8}
 
 
 def test_first_batches_of_one_sample_do_not_forbid_to_cut_later_ones() -> None:
