@@ -322,7 +322,7 @@ def test_adaptive_step_consumes_k_batches_weighted_by_their_items(k: int) -> Non
     )  # fmt: skip
     events = [event for event in tuned.tuner.events if event["event"] == "switched"]
     assert ks_of(tuned) == {k}
-    # The steps before the switch: each k was traced once, two smaller batches were, and each precision was timed thrice.
+    # The steps before the switch: each k was traced once, as were smaller batches, and each precision was timed thrice.
     assert len(events) == 1
     status = tuned.tuner.status
     assert status["plan"].accumulation_steps == k
