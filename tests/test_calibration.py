@@ -195,7 +195,9 @@ def refused_with_rates(saved: Path, change: Callable[[dict[str, Any]], object]) 
         machine_file.load(saved)
 
 
-@pytest.mark.parametrize("head", ["", "x", "0", "-32", "1e400", "9" * 5000, "9" * 9, "\u0663"])
+@pytest.mark.parametrize(
+    "head", ["", "x", "0", "-32", "1e400", "9" * 5000, "9" * 9, "000000001" + "9" * 5000, "\u0663"]
+)
 def test_heads_of_attention_have_a_size(saved: Path, head: str) -> None:
     known = {"float32": [[1.0, 1.0, 1.0]]}
     refused_with_rates(saved, lambda rates: rates["samples"].update({f"aten.attention/{head}": known}))

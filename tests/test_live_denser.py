@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_live import RESTLESS, seeded
-from test_zoo import kept_where_locked
+from test_live import RESTLESS
+from test_zoo import kept_where_locked, trained
 from torch import nn
 from zoo import WIDTH, Run, points
 
@@ -66,15 +66,6 @@ LOOPS = {
     "rows": Loop(grown=lambda rows, late: torch.cat([rows, rows.flip(1)]) if late else rows),
     "autocast": Loop(autocast=True),
 }
-
-
-def trained(loop: Loop, run: Run) -> Run:
-    seeded()
-    try:
-        loop.train(run)
-    finally:
-        run.metered.close()
-    return run.finish()
 
 
 def over(loop: Loop, budget: int, steps: int = STEPS) -> list[int]:

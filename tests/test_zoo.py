@@ -41,7 +41,7 @@ def loop_of(name: str) -> ModuleType:
     return found
 
 
-def trained(loop: ModuleType, run: Run) -> Run:
+def trained(loop: Any, run: Run) -> Run:
     seeded()
     try:
         loop.train(run)

@@ -11,16 +11,17 @@ from annotated_types import Interval, Len
 from autotune.cost_model.device_table import DeviceSpec
 from autotune.cost_model.measured_rates import OTHER, PRODUCT, MeasuredRates, Sample
 from autotune.errors import InputError
-from autotune.io.documents import Bytes, NotNegative, document, read_document, shown
+from autotune.io.documents import Bytes, NotNegative, document, shown, validated
+from autotune.io.files import read_json
 from autotune.plan import Precision
 
 _VERSION = 2
-# Limits within which estimates stay finite: bytes, per second, seconds of one call, and the elements of a head.
+# Limits within which estimates stay finite: bytes, per second, seconds of one call, digits of the size of a head.
 _Size = Annotated[int, Interval(ge=1, le=2**60)]
 _Rate = Annotated[float, Interval(ge=1, le=1e24)]
 _Overhead = Annotated[float, Interval(ge=0, le=3600)]
 _Time = Annotated[float, Interval(ge=1e-9, le=3600)]
-_LARGEST_HEAD, _LONGEST = 2**16, 200
+_DIGITS, _LONGEST = 5, 200
 _COMPUTED = {Precision.FP32, Precision.BF16, Precision.FP16}
 _NUMBERS = ("memory_bytes", "bandwidth", "block_bytes", "workspace_bytes", "context_bytes")
 
@@ -57,7 +58,12 @@ def load(path: Path) -> DeviceSpec:
     Raises:
         InputError: if the file is not one of ``autotune calibrate``.
     """
-    found = read_document(_Machine, path)
+    values = read_json(path)
+    version = values.get("calibration")
+    if type(version) is not int or version != _VERSION:
+        told = "a file of this version: run autotune calibrate again"
+        raise InputError(f"calibration is {shown(version)}", where=str(path), allowed=told)
+    found = validated(_Machine, values, where=str(path))
     return DeviceSpec(
         name=found.device,
         flops=found.flops,
@@ -78,7 +84,7 @@ class _Rates:
     def __post_init__(self) -> None:
         for operator, formats in self.samples.items():
             base, _, variant = operator.partition("/")
-            sizes = "convolution" in base or (variant.isdecimal() and 0 < int(variant[:9]) < _LARGEST_HEAD)
+            sizes = "convolution" in base or (variant.isdecimal() and len(variant) <= _DIGITS and int(variant) > 0)
             if not formats or ("/" in operator and not (variant.isascii() and sizes)):
                 raise _wrong(f"operator {shown(operator)}", "a name and, for attention, /SIZE, with calls in a format")
         if not {PRODUCT, OTHER} <= self.alike.keys() or not self.samples.keys() >= {*self.alike.values()}:
@@ -98,7 +104,7 @@ class _Rates:
 
 @document
 class _Machine:
-    calibration: Annotated[int, Interval(ge=_VERSION, le=_VERSION)]
+    calibration: int
     device: str
     is_cpu: bool
     threads: Annotated[int, Interval(ge=1, le=2**16)]

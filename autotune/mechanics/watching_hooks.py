@@ -31,21 +31,19 @@ class WatchingHook:
 
     Args:
         watch: function that the hook calls.
-        watched: the module; calls of others, which may share its dictionary of hooks, are ignored. ``None`` for any.
+        watched: the module; calls of others, which may share its dictionary of hooks, are ignored.
         copies: list to which references to copies of the module are added, for :func:`clear_copies`; ``None`` leaves
             a function that does nothing in the copies.
     """
 
-    def __init__(
-        self, watch: Callable[..., None], watched: nn.Module | None = None, copies: list[Any] | None = None
-    ) -> None:
+    def __init__(self, watch: Callable[..., None], watched: nn.Module, copies: list[Any] | None = None) -> None:
         self._watch = watch
         self._module = watched
         self._copies = copies
 
     def __call__(self, *args: Any) -> None:
         """Call the function."""
-        if self._module is None or args[0] is self._module:
+        if args[0] is self._module:
             self._watch(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
