@@ -146,8 +146,8 @@ def test_profile_of_ranks_predicts_the_memory_of_their_plans(stage: int) -> None
     peaks = peaks_of(job, ranks, plans)
     # A rank's memory does not depend on earlier training.
     again = peaks_of(job, ranks, plans[::-1])
-    # Stage 3 prefetches weights in the background, so it is random whether one more is present at the peak.
-    rel = 0.03 if stage == 3 else 0.01
+    # Stage 3 prefetches weights in the background, so it is random whether one or two more are present at the peak.
+    rel = 0.05 if stage == 3 else 0.01
     assert [again[plan] for plan in plans] == pytest.approx([peaks[plan] for plan in plans], rel=rel)
     missed = [peak_bytes(found, plan) / peaks[plan] - 1 for plan in plans]
     # On a busy machine a rank's measured peak may be too high; a k between profiled ones is interpolated.

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_live import RESTLESS
+from test_live import RESTLESS, Wanders
 from test_zoo import kept_where_locked, trained
 from torch import nn
 from zoo import WIDTH, Run, points
 
-from autotune.plan import Storage
+from autotune import Settings
+from autotune.plan import Plan, Storage
+from autotune.profiling.attribution import Attribution
+from autotune.profiling.memory_scaling import Growth
 
+ONE_K = Settings(accumulation_choices=(1,))
 AT, STEPS = 24, 40
 
 
@@ -87,6 +91,37 @@ def test_at_most_the_first_step_of_another_kind_exceeds_the_budget(name: str) ->
     budget = max(int(1.02 * max(leanest)), int(1.02 * max(fullest[:AT])))
     assert max(fullest) > budget
     assert set(over(loop, budget)) <= ({AT} if name != "dropout" else set())
+
+
+def test_longer_batches_do_not_count_as_shorter_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a second length was traced, memory may grow quadratically: one that grows linearly seemed too small."""
+    noted = []
+    note = Growth.note
+
+    def noting(self: Growth, plan: Plan, size: int, seen: Attribution) -> None:
+        noted.append(size)
+        note(self, plan, size, seen)
+
+    monkeypatch.setattr(Growth, "note", noting)
+    rows = [32, 48, 64, 40, 56, 96, 24, 32]
+
+    class Longer(Loop):
+        def train(self, run: Run) -> None:
+            model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 1))
+            optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+            tuner = run.attach(model, optimizer)
+            for step, batch in enumerate(points(run.steps, rows=96)):
+                for part in tuner.micro_batches(batch[: rows[step % len(rows)]]):
+                    loss = model(part).square().mean()
+                    tuner.backward(loss)
+                tuner.step()
+                run.log(loss)
+            run.keep(model, optimizer)
+
+    attaching = {"limits": RESTLESS, "policy": Wanders(), "settings": ONE_K, "memory_budget_bytes": 10**12}
+    trained(Longer(), Run(attaching, steps=STEPS))
+    assert len(set(noted)) >= 3
+    assert set(noted) <= {count * WIDTH * 4 for count in rows}
 
 
 def test_low_budgets_hold_where_every_second_step_calls_the_model_twice() -> None:

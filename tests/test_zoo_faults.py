@@ -162,9 +162,11 @@ class Trouble(Wanders):
 
 def ended(loop: Any, run: Faulty) -> Faulty:
     """Train until the end, or until the loop's own exception."""
+    # Functions of torch reject nonfinite numbers.
+    errors = RuntimeError if run.fault in NOT_FINITE else (*ENDS.values(), torch.OutOfMemoryError)
     try:
         trained(loop, run)
-    except (*ENDS.values(), torch.OutOfMemoryError) as error:
+    except errors as error:
         run.ended = f"{type(error).__name__}: {error}"
         run.finish()
     return run

@@ -87,6 +87,16 @@ class Knowledge:
         size, handed = self._handed
         return step.handed_bytes / (handed * self.growth.scaling.at(step.all_bytes / size))
 
+    def _used_share(self, step: Step) -> float:
+        """Return which share of a step's batches units worked on; less than 1 if the loop itself makes them smaller."""
+        if self._handed is None or not step.handed_bytes:
+            return 1.0
+        size, handed = self._handed
+        length = step.all_bytes / size
+        if step.handed_bytes * DENSER > handed * self.growth.scaling.at_least(length):
+            return 1.0
+        return min(step.handed_bytes / (handed * length), 1.0)
+
     @property
     def static_bytes(self) -> int:
         """Bytes that are allocated before and after each step, from the last trace."""
@@ -220,12 +230,13 @@ class Knowledge:
         self.latest_peak = use.static_bytes + needed
         if self.seen and (self._is_odd(trace.calls, signature) or use.waits):
             return False
-        denser = self.denser(step) if self.seen and self.plans_with(signature) else 1.0
+        comparable = bool(self.seen) and self.plans_with(signature)
+        denser = self.denser(step) if comparable else 1.0
         if denser > DENSER:
             # The loop itself makes its batches larger, or computes in a wider format.
             self.forget()
         # A batch that it makes smaller counts as a smaller one.
-        share = denser if denser < 1 / DENSER else 1.0
+        share = self._used_share(step) if comparable else 1.0
         if trace.calls != self._timed_calls:
             # Times by segment are those of these calls.
             self._forget_times()

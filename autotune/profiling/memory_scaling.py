@@ -36,7 +36,7 @@ Parts = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Upper bounds of memory at other sizes of a batch than the largest traced one.
+    """Bounds of memory at other sizes of a batch than the largest traced one.
 
     Attributes:
         square_share: share of the memory at that size that may grow quadratically beyond it.
@@ -60,6 +60,14 @@ class Scaling:
         # the most that there can be.
         degree = 1 if length >= self.smallest else 2
         return self._kept(degree) + (1 - self._kept(degree)) * length**degree
+
+    def at_least(self, length: float) -> float:
+        """Return a lower bound of memory, relative to that at the largest traced size.
+
+        Args:
+            length: a batch's size divided by the largest traced size.
+        """
+        return length**2 if length < 1 else self.kept_share + (1 - self.kept_share) * length
 
     @property
     def kept_share(self) -> float:
