@@ -163,10 +163,10 @@ class Trouble(Wanders):
 def ended(loop: Any, run: Faulty) -> Faulty:
     """Train until the end, or until the loop's own exception."""
     # Functions of torch reject nonfinite numbers.
-    errors = RuntimeError if run.fault in NOT_FINITE else (*ENDS.values(), torch.OutOfMemoryError)
+    rejected = (RuntimeError,) if run.fault in NOT_FINITE else ()
     try:
         trained(loop, run)
-    except errors as error:
+    except (*ENDS.values(), torch.OutOfMemoryError, *rejected) as error:
         run.ended = f"{type(error).__name__}: {error}"
         run.finish()
     return run
