@@ -100,9 +100,8 @@ def test_plan_that_does_not_fit_the_job_is_rejected_with_the_unit(target: str) -
 
 
 def test_single_process_exports_reject_several_ranks_and_scripts_need_a_reference() -> None:
-    for target in ("python", "json"):
-        with pytest.raises(InputError, match=f"{target} cannot express 2 ranks .allowed: deepspeed, accelerate"):
-            export(a_plan(), tiny_job.make(), target, ranks=2)
+    with pytest.raises(InputError, match=r"json cannot express 2 ranks .allowed: deepspeed, accelerate"):
+        export(a_plan(), tiny_job.make(), "json", ranks=2)
     with pytest.raises(InputError, match="a job was given without its reference"):
         export(a_plan(), tiny_job.make(), "python")
 
@@ -278,6 +277,40 @@ def test_script_runs_by_itself_and_trains_like_the_engine(
     assert engine.run(steps).failure is None
     assert (said["samples"], said["metric"]) == (engine.progress.samples, engine.evaluate())
     engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "attribute"), [("dp=2", "job"), ("shard=2", "adaptive"), ("dp=2,shard=2", "job")])
+def test_script_on_ranks_trains_like_one_process(mesh: str, attribute: str, tmp_path: Path) -> None:
+    job: Job = getattr(exported_job, attribute)()
+    plan = a_plan(accumulation_steps=1)
+    plan = plan.changed(precision=dict.fromkeys(plan.precision, Precision.FP32), launch=Launch(mesh=mesh))
+    ranks = Mesh.parse(mesh).ranks
+    if "shard" in mesh:
+        plan = plan.changed(storage={**plan.storage, "blocks.0": "gathered"})
+    made = export(plan, job, "python", ranks=ranks, reference=f"{TESTS / 'exported_job.py'}:{attribute}")
+    (script,) = made.files
+    (tmp_path / script).write_text(str(made.files[script]))
+    assert made.command == f"torchrun --nproc-per-node {ranks} {script}"
+    command = [sys.executable, "-m", "torch.distributed.run", *made.command.split()[1:]]
+    environment = {**os.environ, **EVERYWHERE}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout)
+    engine = TorchEngine(job)
+    engine.apply(plan.changed(launch=Launch(), storage={}))
+    engine.run(12)
+    assert said["samples"] == engine.progress.samples
+    assert said["metric"] == pytest.approx(engine.evaluate(), rel=1e-5)
+    engine.close()
+
+
+def test_script_for_ranks_rejects_other_meshes_and_fp16() -> None:
+    job, plan = exported_job.job(), a_plan().changed(launch=Launch(mesh="dp=2"))
+    with pytest.raises(PlanError, match=r"mesh dp=2 is for 2 ranks, and --ranks is 3 .allowed: --ranks 2"):
+        export(plan, job, "python", ranks=3, reference="x")
+    with pytest.raises(PlanError, match="ranks would have to agree on which fp16 gradients overflowed"):
+        export(scaled(plan), job, "python", ranks=2, reference="x")
 
 
 def launch(made: Export, folder: Path) -> dict[str, Any]:

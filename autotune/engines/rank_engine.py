@@ -28,6 +28,7 @@ from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.energy_meter import EnergyMeter, estimate
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.rank_probe import RankProbe, RankUpdate
+from autotune.mechanics.rank_shares import cut_for_ranks, deal_to_ranks, shares_of
 from autotune.mechanics.trees import tensors
 from autotune.plan import Plan, Precision
 
@@ -193,36 +194,13 @@ class RankEngine(TorchEngine, ABC):
         between the ranks. All ranks run the same number of micro-batches: one without loss-bearing items is replaced by
         one with such items, at weight 0.
         """
-        grid = self._grid(pieces)
-        counts = [[stepping.count_items(piece, self.job.count) for piece in row] for row in grid]
-        flat = [count for row in counts for count in row]
-        weights = [weight * self.world for weight in stepping.weights(flat)]
-        every = [piece for row in grid for piece in row]
-        self._bearing = [count > 0 for count in flat]
-        bearing = [piece for piece, bears in zip(every, self._bearing, strict=True) if bears]
-        steps = len(grid[0])
-        own = range(self.rank * steps, (self.rank + 1) * steps)
-        return stepping.Shares(
-            here=tuple((every[i] if self._bearing[i] else bearing[0], weights[i]) for i in own if bearing),
-            items=sum(flat),
-            samples=tuple(stepping.num_samples(piece) for piece in bearing),
-            weights=tuple(weight for weight in weights if weight > 0),
-        )
-
-    def _grid(self, pieces: Sequence[Any]) -> list[list[Any]]:
-        """Return the micro-batches of each rank, the same number for all."""
         cutting = Cutting.of(self.job)
         if self.job.batching == "fixed":
-            batch = self._pending[0]
-            size = stepping.num_samples(batch)
-            if size < self.world:
-                raise JobError(f"a batch has {size} samples for {self.world} ranks", where=f"job {self.job.name!r}")
-            steps = min(len(pieces), size // self.world)
-            return [cutting.pieces(part, steps) for part in cutting.dealt(batch, self.world)]
-        parts = [cutting.dealt(piece, self.world) for piece in pieces]
-        if any(len(part) < self.world for part in parts):
-            raise JobError(f"a batch has fewer samples than {self.world} ranks", where=f"job {self.job.name!r}")
-        return [[part[rank] for part in parts] for rank in range(self.world)]
+            grid = cut_for_ranks(self._pending[0], self.world, len(pieces), cutting)
+        else:
+            grid = deal_to_ranks(pieces, self.world, cutting)
+        found, self._bearing = shares_of(grid, self.rank, self.job.count)
+        return found
 
     def probe(self) -> GradientProbe:
         """Return the probe that observes a sampled step's gradients on all ranks."""

@@ -242,7 +242,7 @@ def own_launch(plan: Plan) -> str:
     if stage := chosen.pop("zero_stage", 0):
         chosen["zero_stage"] = f"{stage} (autotune export --to deepspeed does)"
     if mesh := chosen.pop("mesh", None):
-        chosen["mesh"] = f"{mesh} (autotune export --to accelerate or torchtitan does)"
+        chosen["mesh"] = f"{mesh} (autotune export --to accelerate, torchtitan or python does)"
     if text := chosen.get("knobs"):
         chosen["knobs"] = f"{text} ({knobs.code_of(text)})"
     return ", ".join(f"{name} {value}" for name, value in chosen.items())

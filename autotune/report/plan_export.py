@@ -77,9 +77,7 @@ for _name, _format in {
     "accelerate": ExportFormat(make=lambda request: to_accelerate(request.launched())),
     "transformers": ExportFormat(make=lambda request: to_transformers(request.launched())),
     "torchtitan": ExportFormat(make=lambda request: to_torchtitan(request.launched())),
-    "python": ExportFormat(
-        make=lambda request: to_python(request.plan, request.job, request.reference), takes_ranks=False
-    ),
+    "python": ExportFormat(make=lambda request: to_python(request.plan, request.job, request.reference, request.ranks)),
     "json": ExportFormat(
         make=lambda request: Export(
             files={PLAN_FILE: request.plan.to_json()}, command="autotune compare JOB --arms baseline,plan.json"
