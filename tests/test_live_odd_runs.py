@@ -126,6 +126,19 @@ def test_network_decides_under_another_default_dtype(dtype: torch.dtype) -> None
     run.tuner.detach()
 
 
+def test_loss_of_one_number_need_not_be_a_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``backward()`` accepts one, and so does the tuner."""
+    run = Run(policy=Wanders(), memory_budget_bytes=10**9)
+    loss = gpt_loss
+    monkeypatch.setitem(globals(), "gpt_loss", lambda *given: loss(*given).reshape(1, 1))
+    attached = run.train(12)
+    monkeypatch.undo()
+    assert_same(attached, plain_run(12))
+    assert run.tuner is not None
+    assert not run.tuner.status["trips"]
+    run.tuner.detach()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("switched", [torch.no_grad, torch.inference_mode])
 def test_useful_precisions_are_found_whatever_the_caller_has_disabled(

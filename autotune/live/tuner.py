@@ -182,8 +182,8 @@ class LiveTuner:
         Other scales are not detected.
 
         Raises:
-            AttachError: outside of :meth:`micro_batches`, or if the loss is scaled, or is not a scalar tensor with a
-                gradient.
+            AttachError: outside of :meth:`micro_batches`, or if the loss is scaled, or is not one number that requires
+                grad.
         """
         running = self._running
         if running is None:
@@ -192,12 +192,13 @@ class LiveTuner:
                 where="live tuner",
                 allowed="for micro in tuner.micro_batches(batch): tuner.backward(loss_of(micro))",
             )
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise AttachError(
                 f"backward() was given {_described(loss)}",
                 where="live tuner",
-                allowed="a scalar tensor with a gradient; a loss scale of your own is not needed, and none is allowed",
+                allowed="a tensor of one number that requires grad; no loss scale of your own is needed or allowed",
             )
+        loss = loss.reshape(())
         if self._num_looked_at < _LOOKED_AT:
             self._num_looked_at += 1
             _refuse_scaled(loss)
