@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -316,16 +317,23 @@ class MetersEveryFifthCall(Part):
         return super().forward(x)
 
 
+@dataclass(slots=True)
+class Slotted:
+    counted: int = 0
+    phase: Phase = Phase.UP
+
+
 class CountsInAnArray(Part):
-    """Once it is told to, it counts in an array and in an object within an object."""
+    """Once it is told to, it counts in an array, in an object within an object, and in a slot."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts, self.array, self.meter = False, np.zeros(2), Meter()
+        self.counts, self.array, self.meter, self.slotted = False, np.zeros(2), Meter(), Slotted()
         self.meter.inner = Meter()
 
     def count(self, found: torch.Tensor) -> None:
         self.array[0] += 1
+        self.slotted.counted += 1
         self.meter.inner.total += float(found.detach().abs().mean())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -759,6 +767,7 @@ def test_arrays_and_inner_objects_that_change_after_a_warm_up_change_once(attach
         assert tuner.plan.recomputed
         tuner.detach()
     assert [block.array[0] for block in list(model)[:2]] == [10, 10]
+    assert [block.slotted.counted for block in list(model)[:2]] == [10, 10]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

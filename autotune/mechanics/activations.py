@@ -46,7 +46,7 @@ from autotune.mechanics.copies import (
     is_unchanged,
 )
 from autotune.mechanics.devices import is_accelerator
-from autotune.mechanics.kept import Kept, Objects, Reads, flattened, is_carrier, objects_of, without_graph
+from autotune.mechanics.kept import Held, Kept, Objects, Reads, flattened, is_carrier, objects_of, without_graph
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.muting import muted
 from autotune.mechanics.repeats import Repeats, is_due
@@ -104,7 +104,7 @@ class _Again(AbstractContextManager[None]):
         self.kept: Kept | None = None
         # Dictionaries of the module's parts, with their contents: each part's ``__dict__``, by place, then all others.
         self._own: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
-        self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._then: list[tuple[Held, dict[str, Any]]] = []
         # Each weight, and whether it required a gradient.
         self._weights: list[tuple[nn.Parameter, bool]] = []
         for place, part in enumerate(parts):
@@ -183,7 +183,7 @@ class _Again(AbstractContextManager[None]):
         for place, _, then in self._own:
             then.update(self.objects.attributes.get(place, {}))
 
-    def _made_again(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def _made_again(self) -> list[tuple[Held, dict[str, Any]]]:
         """Return each dictionary of the parts with its recorded contents, with new copies of objects at each call."""
         alive = {place: found() for place, found in self.originals.items()}
         # If argument tensors have been written to, objects must be copied, so that they refer to the tensors' copies.
@@ -309,7 +309,7 @@ def _put_flags(wanted: list[Any]) -> None:
         ambient.put(wanted, present)
 
 
-def _restore(former: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def _restore(former: Sequence[tuple[Held, dict[str, Any]]]) -> None:
     """Restore the contents of dictionaries that have changed."""
     for own, then in former:
         if not _holds(own, then):
@@ -317,7 +317,7 @@ def _restore(former: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
             own.update(then)
 
 
-def _holds(own: dict[str, Any], then: dict[str, Any]) -> bool:
+def _holds(own: Held, then: dict[str, Any]) -> bool:
     """Return whether two dictionaries have the same objects as values, in the same order."""
     return len(own) == len(then) and all(map(operator.is_, own.values(), then.values()))
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,7 +20,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from autotune.mechanics.buffers import version_of
-from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, has_scalars_only, own_dict
+from autotune.mechanics.copies import (
+    Copier,
+    CopyError,
+    TensorCopy,
+    attributes_of,
+    copied,
+    has_scalars_only,
+    own_dict,
+    slots_of,
+)
 
 _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
 # Containers that a call may change, and how many of their items are copied at each call.
@@ -30,6 +39,9 @@ _MOST_ITEMS, _MOST_SCALARS = 256, 4096
 _MOST_ARRAY_BYTES, _MOST_OBJECTS = 2**16, 64
 _COMMON = frozenset({type(None), bool, int, float, str, list, tuple, dict, set, OrderedDict, torch.Tensor})
 _LIBRARIES = ("builtins", "torch", "numpy", "autotune", "collections", "functools", "weakref", "_thread", "threading")
+
+# Where an object keeps its attributes.
+Held: TypeAlias = "dict[str, Any] | SlotValues"
 
 
 class Kept:
@@ -227,17 +239,48 @@ def is_carrier(value: Any) -> bool:
     return carries
 
 
-def objects_of(parts: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Return the ``__dict__`` of each object of the user's own classes among attributes of modules, or of such objects.
+class SlotValues(MutableMapping[str, Any]):
+    """The values of an object's slots by name, without empty ones; what is set here is set in the object."""
+
+    def __init__(self, holder: Any) -> None:
+        self._holder, self._names = holder, slots_of(type(holder))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self._holder, name)
+        except AttributeError as error:
+            raise KeyError(name) from error
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._holder, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._holder, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(attributes_of(self._holder).keys() & set(self._names))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def copy(self) -> dict[str, Any]:
+        """Return the present values."""
+        return dict(self)
+
+
+def objects_of(parts: Sequence[nn.Module]) -> list[Held]:
+    """Return the ``__dict__`` and the slots of each object of the user's own classes among attributes of modules.
+
+    Such objects among the attributes of these objects are included.
 
     Args:
         parts: the modules.
     """
     held = {id(one): one for part in parts for one in part.__dict__.values() if _is_users_own(one)}
-    # An object without a ``__dict__`` gives an empty one.
-    inner = (one for holder in [*held.values()] for one in own_dict(holder).values() if _is_users_own(one))
+    inner = (one for holder in [*held.values()] for one in attributes_of(holder).values() if _is_users_own(one))
     held.update((id(one), one) for one in itertools.islice(inner, _MOST_OBJECTS))
-    return [own_dict(one) for one in held.values()]
+    found: list[Held] = [own for one in held.values() if (own := own_dict(one))]
+    return [*found, *(SlotValues(one) for one in held.values() if slots_of(type(one)))]
 
 
 def _is_users_own(value: Any) -> bool:
