@@ -746,6 +746,60 @@ def test_repeatable_units_are_not_locked(name: str) -> None:
     assert bool(locks) == (name == "NamesAClass"), locks
 
 
+class Statistics:
+    """What a preconditioner's hooks keep: running means in place and anew, counts and a log, all after a warm-up."""
+
+    def __init__(self) -> None:
+        self.step, self.calls = 0, 0
+        self.log: dict[str, list[float]] = {}
+        self.means: dict[nn.Module, torch.Tensor] = {}
+        self.replaced = torch.zeros(8)
+
+    def note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if self.step < 6:
+            return
+        self.calls += 1
+        self.log.setdefault("norms", []).append(float(output.detach().norm()))
+        mean = output.detach().mean(0)
+        self.means.setdefault(module, torch.zeros_like(mean)).mul_(0.9).add_(mean)
+        self.replaced = self.replaced * 0.9 + mean
+
+
+def noted_by_hooks(attach: bool) -> list[Any]:
+    """Return what hooks have noted in a run."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Part() for _ in range(2)), nn.Linear(8, 1))
+    statistics, counts = Statistics(), {"closure": 0}
+
+    def count(*_: object) -> None:
+        counts["closure"] += statistics.step >= 8
+
+    parts = [one for block in list(model)[:2] for one in block.modules() if isinstance(one, nn.Linear)]
+    for one in parts:
+        one.register_forward_hook(statistics.note)
+        one.register_forward_pre_hook(count)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    tuner = None
+    if attach:
+        tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=1, limits=RESTLESS, runs_dir=None)
+    for statistics.step in range(16):
+        batch = torch.randn(4, 8)
+        for rows in (batch,) if tuner is None else tuner.micro_batches(batch):
+            loss = model(rows).square().mean()
+            loss.backward() if tuner is None else tuner.backward(loss)
+        optimizer.step() if tuner is None else tuner.step()
+        optimizer.zero_grad()
+    if tuner is not None:
+        assert tuner.plan.recomputed
+        tuner.detach()
+    means = [statistics.means[one].tolist() for one in parts]
+    return [statistics.calls, counts, statistics.log, means, statistics.replaced.tolist()]
+
+
+def test_what_hooks_begin_to_keep_after_a_warm_up_is_kept_once() -> None:
+    assert noted_by_hooks(attach=True) == noted_by_hooks(attach=False)
+
+
 @pytest.mark.parametrize("attach", [False, True])
 def test_arrays_and_inner_objects_that_change_after_a_warm_up_change_once(attach: bool) -> None:
     torch.manual_seed(0)

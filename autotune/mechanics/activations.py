@@ -46,6 +46,7 @@ from autotune.mechanics.copies import (
     is_unchanged,
 )
 from autotune.mechanics.devices import is_accelerator
+from autotune.mechanics.hook_state import state_of_hooks
 from autotune.mechanics.kept import Held, Kept, Objects, Reads, flattened, is_carrier, objects_of, without_graph
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.muting import muted
@@ -126,6 +127,7 @@ class _Again(AbstractContextManager[None]):
             values = held.items()
             then = {name: without_graph(one) if isinstance(one, torch.Tensor) else one for name, one in values}
             self._then.append((held, then))
+        self._hooks = state_of_hooks(parts[1:])
         tensors = _tensors_of(parts)
         self._versions = [(one, version_of(one)) for one in tensors]
         # A weight in a dictionary of another class is given its data by others, in hooks.
@@ -157,6 +159,8 @@ class _Again(AbstractContextManager[None]):
                 # An object that allows no weak reference is copied instead.
                 with suppress(TypeError):
                     self.originals[place] = weakref.ref(original)
+        if self._hooks is not None:
+            self._hooks.has_run()
         written = {id(one): one for one, version in self._versions if version_of(one) != version}
         if written:
             self.recomputation.bar_late("it has begun to write to its own weights or other tensors")
@@ -216,6 +220,8 @@ class _Again(AbstractContextManager[None]):
         stack.callback(_put_flags, flags)
         if self.recomputation.around is not None:
             stack.enter_context(self.recomputation.around.as_they_were())
+        if self._hooks is not None:
+            stack.enter_context(self._hooks.unchanged())
         # Code that gives a weight other data for the time of a call may never come to put the former back.
         present = _data_of([one for one, _ in self._data])
         stack.callback(_put_data, present)

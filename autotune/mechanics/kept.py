@@ -279,7 +279,8 @@ def objects_of(parts: Sequence[nn.Module]) -> list[Held]:
     held = {id(one): one for part in parts for one in part.__dict__.values() if _is_users_own(one)}
     inner = (one for holder in [*held.values()] for one in attributes_of(holder).values() if _is_users_own(one))
     held.update((id(one), one) for one in itertools.islice(inner, _MOST_OBJECTS))
-    found: list[Held] = [own for one in held.values() if (own := own_dict(one))]
+    # An object without a ``__dict__`` gives an empty one; one that is empty now may be filled.
+    found: list[Held] = [own_dict(one) for one in held.values()]
     return [*found, *(SlotValues(one) for one in held.values() if slots_of(type(one)))]
 
 

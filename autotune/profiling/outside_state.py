@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
-import random
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from autotune.mechanics.copies import attributes_of, same_bits, slots_of
+from autotune.mechanics.copies import attributes_of, slots_of
 from autotune.mechanics.loop_signals import any_error
+from autotune.mechanics.seen_state import PLAIN, Seen, Values, mapping_seen, object_seen, same, snapshot_of
 from autotune.profiling.reachable_code import (
     HOOKS,
     bound_in,
@@ -46,48 +43,8 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 # Attributes of classes that nobody changes in place; the code of functions is inspected where it is called.
 _FUNCTIONS = (FunctionType, classmethod, staticmethod, property)
 _OF_CLASSES = (*_FUNCTIONS, type, MethodType, BuiltinFunctionType)
-_PLAIN = (bool, int, float, complex, str, bytes)
-_LEFT_OUT = (*_PLAIN, type(None))
+_LEFT_OUT = (*PLAIN, type(None))
 _WEAK: tuple[type, ...] = (weakref.ReferenceType, *weakref.ProxyTypes)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """One object and its recorded state.
-
-    Attributes:
-        name: the name or path by which the code reaches it.
-        now: returns its current state.
-        then: its recorded state.
-        put: sets it to a state; the return value is ignored.
-        same: returns whether two states are the same.
-    """
-
-    name: str
-    now: Callable[[], Any]
-    then: Any
-    put: Callable[[Any], object]
-    same: Callable[[Any, Any], bool]
-
-    def is_same(self, *, grown: bool = False) -> bool:
-        """Return whether the object is in its recorded state.
-
-        Args:
-            grown: whether to ignore items that were added at its end.
-        """
-        now = self.now()
-        if grown and self.same in (_same_items, _same_pairs):
-            now = now[: len(self.then)]
-        return self.same(now, self.then)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Values:
-    """A tensor, its version counter, and a copy of its values; ``None`` if they were not copied."""
-
-    tensor: torch.Tensor
-    version: int
-    copy: torch.Tensor | None
 
 
 class Surroundings:
@@ -161,7 +118,7 @@ class Surroundings:
         changed = [one for one in self._seen if not one.is_same(grown=True)]
         now = [one.now() for one in changed]
         for place, one in enumerate(changed):
-            if isinstance(one.then, _Values):
+            if isinstance(one.then, Values):
                 now[place] = replace(now[place], copy=one.then.tensor.detach().clone())
             one.put(one.then)
         try:
@@ -305,92 +262,12 @@ def _snapshot(name: str, value: Any, named: frozenset[str] | None) -> Seen | Non
     if (found := snapshot_of(name, value)) is not None:
         return found
     if isinstance(value, nn.Module):
-        return _mapping(name, vars(value))
+        return mapping_seen(name, vars(value))
     if isinstance(value, type | FunctionType | BuiltinFunctionType | MethodType | ModuleType):
         return None
     if is_trusted(type(value).__module__) or type(value).__module__.partition(".")[0] in ("logging", "contextvars"):
         return None
-    return _object(name, value, named) if hasattr(value, "__dict__") or slots_of(type(value)) else None
-
-
-def snapshot_of(name: str, value: Any) -> Seen | None:
-    """Return a container, array, tensor or generator with its current state; ``None`` for any other object."""
-    return next((seen(name, value) for kinds, seen in _KINDS if isinstance(value, kinds)), None)
-
-
-def _sequence(name: str, value: Any) -> Seen:
-    return Seen(name, lambda: list(value), list(value), lambda then: _refill(value, then), _same_items)
-
-
-def _mapping(name: str, value: Any) -> Seen:
-    return Seen(name, lambda: list(value.items()), list(value.items()), lambda t: _refill(value, t), _same_pairs)
-
-
-def _object(name: str, value: Any, named: frozenset[str] | None) -> Seen:
-    """Return an object with its current attributes, including those in slots."""
-    # Bypass attribute methods of the object's class, except for thread-local attributes, where that is impossible.
-    local = isinstance(value, threading.local)
-    put_in, delete = (setattr, delattr) if local else (object.__setattr__, object.__delattr__)
-
-    def put(then: Sequence[tuple[str, Any]]) -> None:
-        for key in dict(now()).keys() - dict(then).keys():
-            delete(value, key)
-        for key, held in then:
-            put_in(value, key, held)
-
-    def now() -> list[tuple[str, Any]]:
-        return [(key, held) for key, held in attributes_of(value).items() if named is None or key in named]
-
-    return Seen(name, now, now(), put, _same_pairs)
-
-
-def _bytes(name: str, value: Any) -> Seen:
-    def put(then: bytes) -> None:
-        value[:] = then
-
-    return Seen(name, lambda: bytes(value), bytes(value), put, operator.eq)
-
-
-def _array(name: str, value: Any) -> Seen:
-    return Seen(name, value.copy, value.copy(), functools.partial(np.copyto, value), _same_arrays)
-
-
-def _same_arrays(one: Any, two: Any) -> bool:
-    return bool(np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"))
-
-
-def _set(name: str, value: Any) -> Seen:
-    return Seen(name, lambda: set(value), set(value), lambda then: _refill(value, then), operator.eq)
-
-
-def _torch_generator(name: str, value: Any) -> Seen:
-    return Seen(name, value.get_state, value.get_state(), value.set_state, torch.equal)
-
-
-def _python_generator(name: str, value: Any) -> Seen:
-    return Seen(name, value.getstate, value.getstate(), value.setstate, operator.eq)
-
-
-def _old_numpy_generator(name: str, value: Any) -> Seen:
-    return Seen(name, value.get_state, value.get_state(), value.set_state, lambda one, two: repr(one) == repr(two))
-
-
-def _numpy_generator(name: str, value: Any) -> Seen:
-    bits = value.bit_generator
-    put = functools.partial(setattr, bits, "state")
-    return Seen(name, lambda: bits.state, bits.state, put, lambda one, two: repr(one) == repr(two))
-
-
-def _tensor(name: str, value: Any) -> Seen:
-    dense = value.layout is torch.strided
-    copy = value.detach().to("cpu", copy=True) if not dense or value.nbytes <= _MOST_BYTES else None
-
-    def same(one: _Values, two: _Values) -> bool:
-        # By value as well: writes through `.data` do not increase the version.
-        return one.version == two.version and (copy is None or not dense or same_bits(value.detach().cpu(), copy))
-
-    then = _Values(value, value._version, copy)
-    return Seen(name, lambda: _Values(value, value._version, None), then, lambda then: _write(value, then.copy), same)
+    return object_seen(name, value, named) if hasattr(value, "__dict__") or slots_of(type(value)) else None
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
@@ -400,7 +277,7 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 def _cell(name: str, cell: CellType) -> Seen:
     """Return a variable of a function's closure with its current value."""
     put = functools.partial(setattr, cell, "cell_contents")
-    return Seen(name, lambda: cell.cell_contents, cell.cell_contents, put, _same)
+    return Seen(name, lambda: cell.cell_contents, cell.cell_contents, put, same)
 
 
 def _name(where: dict[str, Any], name: str) -> Seen:
@@ -412,12 +289,12 @@ def _name(where: dict[str, Any], name: str) -> Seen:
         else:
             where[name] = then
 
-    return Seen(name, lambda: where.get(name, _name), where.get(name, _name), put, _same)
+    return Seen(name, lambda: where.get(name, _name), where.get(name, _name), put, same)
 
 
 def _attribute(kind: type, name: str) -> Seen:
     then = vars(kind)[name]
-    return Seen(f"{kind.__name__}.{name}", lambda: vars(kind).get(name), then, lambda t: setattr(kind, name, t), _same)
+    return Seen(f"{kind.__name__}.{name}", lambda: vars(kind).get(name), then, lambda t: setattr(kind, name, t), same)
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
@@ -433,49 +310,3 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, tuple):
         return [(f"[{place}]", item) for place, item in enumerate(value)]
     return [(f".{key}", item) for key, item in attributes_of(value).items()]
-
-
-def _refill(value: Any, then: Any) -> None:
-    value.clear()
-    if isinstance(value, list | deque):
-        value.extend(then)
-    elif isinstance(value, set):
-        value.update(then)
-    else:
-        for key, item in then:  # `Counter.update` would count the pairs
-            value[key] = item
-
-
-def _write(value: torch.Tensor, then: torch.Tensor | None) -> None:
-    if then is not None:
-        # Through .data, which autograd ignores: the run's own graph needs exactly these values.
-        value.data.copy_(then)
-
-
-def _same(one: Any, two: Any) -> bool:
-    return one is two or (type(one) is type(two) and isinstance(one, _PLAIN) and one == two)
-
-
-def _same_items(one: list[Any], two: list[Any]) -> bool:
-    return len(one) == len(two) and all(map(_same, one, two))
-
-
-def _same_pairs(one: list[tuple[Any, Any]], two: list[tuple[Any, Any]]) -> bool:
-    return len(one) == len(two) and all(
-        key == other and _same(value, item) for (key, value), (other, item) in zip(one, two, strict=True)
-    )
-
-
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_KINDS: tuple[tuple[Any, Callable[[str, Any], Seen]], ...] = (
-    ((list, deque), _sequence),
-    (dict, _mapping),
-    (set, _set),
-    (bytearray, _bytes),
-    (torch.Generator, _torch_generator),
-    (random.Random, _python_generator),
-    (np.random.Generator, _numpy_generator),
-    (np.random.RandomState, _old_numpy_generator),
-    (np.ndarray, _array),
-    (torch.Tensor, _tensor),
-)

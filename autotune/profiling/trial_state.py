@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from autotune.mechanics import devices
 from autotune.mechanics.copies import same_bits
 from autotune.mechanics.loop_signals import any_error
-from autotune.profiling.outside_state import GENERATORS, Seen, snapshot_of
+from autotune.mechanics.seen_state import GENERATORS, Seen, snapshot_of
 
 logger = logging.getLogger(__name__)
 
