@@ -208,6 +208,7 @@ class Pilot:
             ahead: The step.
         """
         learns, self._least = not self._profiler.done, None
+        self._profiler.knowledge.count_held(self.time.run_s / max(self.step, 1))
         if learns:
             # The share of reserved memory that steps leave unused is still being learnt.
             self._budget.read_device(self._fragments)
@@ -594,7 +595,8 @@ class Pilot:
     @property
     def _allowed(self) -> int | None:
         """The budget in bytes for a step with the usual calls of units, within which one with more calls fits too."""
-        return self._with_usual_calls(self._budget.latest)
+        budget = self._budget.latest
+        return self._with_usual_calls(None if budget is None else max(budget - self._profiler.knowledge.grown_bytes, 0))
 
     def _with_usual_calls(self, budget: int | None) -> int | None:
         static = self._profiler.knowledge.static_bytes

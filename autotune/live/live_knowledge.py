@@ -18,6 +18,7 @@ from autotune.mechanics.step_trace import Phase, StepTrace
 from autotune.mechanics.stepping import unevenness
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.attribution import attribute
+from autotune.profiling.held_bytes import Held, HeldBytes
 from autotune.profiling.live_profile import LiveTrace, live_profile
 from autotune.profiling.memory_scaling import Growth
 from autotune.profiling.step_record import TimedStep, recomputed_units, silent_units
@@ -60,6 +61,7 @@ class Knowledge:
         # row had other calls than those in the profile.
         self._odd_calls, self._odd = 1, 0
         self._static = 0
+        self._holds, self._present = HeldBytes(attached.model, attached.optimizer), Held()
         self._times: Counter[Plan] = Counter()
         self._timed_calls: tuple[str, ...] = ()
         self._batch_bytes: deque[int] = deque(maxlen=64)
@@ -72,6 +74,8 @@ class Knowledge:
         self.growth = Growth()
         self.seen: dict[Plan, LiveTrace] = {}
         self.signatures: list[Signature] = []
+        # The most that the model and its optimizer held when a step was traced.
+        self._held = Held()
         # For each traced plan, the peak of its last traced step, and the most memory per byte of a batch.
         # What traced steps needed beyond static bytes, and the bytes of their batches, as of equal pieces and as they
         # are.
@@ -102,6 +106,25 @@ class Knowledge:
         """Bytes that are allocated before and after each step, from the last trace."""
         return self._static
 
+    def count_held(self, step_s: float) -> None:
+        """Count what the model and its optimizer hold, before a step.
+
+        Args:
+            step_s: mean seconds of a step.
+        """
+        if not self._attached.spread:
+            self._present = self._holds.latest(step_s)
+
+    @property
+    def grown_bytes(self) -> int:
+        """Bytes that a step needs beyond what it did when it was traced, because what stays between steps has grown."""
+        return self._present.beyond(self._held) if self.seen else 0
+
+    @property
+    def _outgrown(self) -> bool:
+        """Whether the parameters have grown since, so that traced steps do not tell of the next one."""
+        return bool(self.seen) and self._present.outgrows(self._held)
+
     def take_odd_calls(self) -> int:
         """Return the most calls per forward pass of a step traced since the last call, divided by the usual ones."""
         found, self._odd_calls = self._odd_calls, 1
@@ -121,7 +144,7 @@ class Knowledge:
 
     def knows(self, signature: Signature) -> bool:
         """Return whether the traced steps show the memory of a step with this signature."""
-        return any(known.tells_of(signature) for known in self.signatures)
+        return not self._outgrown and any(known.tells_of(signature) for known in self.signatures)
 
     def plans_with(self, signature: Signature) -> bool:
         """Return whether a step with this signature is like those in the profile; ``True`` if there are none."""
@@ -232,8 +255,9 @@ class Knowledge:
             return False
         comparable = bool(self.seen) and self.plans_with(signature)
         denser = self.denser(step) if comparable else 1.0
-        if denser > DENSER:
-            # The loop itself makes its batches larger, or computes in a wider format.
+        self._present = Held() if self._attached.spread else self._holds.count()
+        if denser > DENSER or self._outgrown:
+            # The loop itself makes its batches larger, computes in a wider format, or has other parameters.
             self.forget()
         # A batch that it makes smaller counts as a smaller one.
         share = self._used_share(step) if comparable else 1.0
@@ -276,6 +300,7 @@ class Knowledge:
             # A smaller batch only shows how memory grows.
             return former_law != (self.growth.within, self.growth.scaling)
         self.seen[plan] = seen
+        self._held = max(self._held, self._present, key=lambda held: held.total)
         return True
 
     def note_times(

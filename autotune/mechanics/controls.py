@@ -35,7 +35,7 @@ class ControlledForward(StandIn):
         precision: the precision that the next call runs in.
         storage: the storage that the next call uses.
         passes_16_bit: whether 16-bit outputs are returned without a cast to fp32.
-        calls: number of elements of the first tensor of each call in training; ``None`` if calls are not counted.
+        calls: bytes of the tensors that each call in training was handed; ``None`` if calls are not counted.
         failures: list of the exceptions that calls under the plan raise, after which the unit's original forward runs;
             ``None`` lets exceptions propagate.
     """
@@ -58,8 +58,8 @@ class ControlledForward(StandIn):
             return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()
         if trains and self.calls is not None:
-            given = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
-            self.calls.append(0 if given is None else _computed_bytes(given))
+            given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            self.calls.append(sum(map(_computed_bytes, given)))
         try:
             run = self._bind(self.precision)
             act = ACTS.get(self.storage) if trains else None
@@ -146,7 +146,7 @@ class Switcher:
     def calls(self) -> dict[str, list[int]]:
         """Return the calls of each counted unit in training since this method was last called.
 
-        Each is the bytes of its first tensor, in the format that the loop computes in.
+        Each is the bytes of the tensors that it was handed, in the format that the loop computes in.
         """
         found: dict[str, list[int]] = {}
         for name in self._counted:

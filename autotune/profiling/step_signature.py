@@ -22,6 +22,8 @@ from autotune.mechanics.trees import tensors
 
 # Factor by which a tensor may grow more than its batch.
 _EVENLY = 1.05
+# Size of a batch that has no contents, such as an index: large enough to tell shares of it apart.
+_UNTOLD_BYTES = 256
 # Number of steps after which a model's parameters are listed again.
 _WALK_EVERY = 16
 _REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
@@ -111,7 +113,8 @@ class Contents:
 
     Attributes:
         shapes: shapes of the batch's tensors; if it has none, of its arrays and strings.
-        num_bytes: bytes of the tensors, at least 1; if there are none, the number of elements of arrays and strings.
+        num_bytes: bytes of the tensors, at least 1; if there are none, the number of elements of arrays and strings, at
+            least ``_UNTOLD_BYTES``.
         samples: first dimension of the first tensor that has one, else 1.
     """
 
@@ -125,7 +128,7 @@ def contents_of(batch: Any) -> Contents:
     found = tensors(batch)
     if not found:
         shapes = _shapes_of_others(batch)
-        return Contents(shapes=shapes, num_bytes=max(sum(map(math.prod, shapes)), 1), samples=1)
+        return Contents(shapes=shapes, num_bytes=max(sum(map(math.prod, shapes)), _UNTOLD_BYTES), samples=1)
     # The sizes of a nested tensor are not numbers, but those of what it holds are.
     shapes = tuple([tuple((leaf.values() if leaf.is_nested else leaf).shape) for leaf in found])
     samples = next((leaf.size(0) for leaf in found if leaf.dim()), 1)

@@ -206,7 +206,7 @@ class UnitCalls:
 
 
 def representatives(names: Iterable[str]) -> list[str]:
-    """Return the first and the last unit of each list of modules, and every other unit.
+    """Return the first, the middle and the last unit of each list of modules, and every other unit.
 
     Args:
         names: The units in the order of their calls.
@@ -215,4 +215,5 @@ def representatives(names: Iterable[str]) -> list[str]:
     for name in names:
         parent, _, key = name.rpartition(".")
         lists.setdefault(f"{parent}." if key.isdigit() else name, []).append(name)
-    return [name for units in lists.values() for name in dict.fromkeys((units[0], units[-1]))]
+    some = ((units[0], units[len(units) // 2], units[-1]) for units in lists.values())
+    return [name for units in some for name in dict.fromkeys(units)]

@@ -1,0 +1,105 @@
+"""Bytes that a model and its optimizer hold between steps, counted cheaply enough for each step.
+
+They grow after a run was profiled where optimizers begin to keep more (Lookahead), where buffers collect, and where
+parameters are replaced by larger ones (grids that are refined, splats that are split).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+# Counts after which a model's modules are listed again, and the most steps without a count.
+_WALK_EVERY = 16
+# Counting may take this share of a run's time, or these seconds per step.
+_SHARE, _SECONDS = 0.002, 1e-4
+# Parameters that grow by this factor are others: what units are handed may have grown with them.
+_OTHERS = 1.02
+# What a step needs for each byte of a parameter that is trained: its gradient, and two values in the update.
+_BESIDE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a model and its optimizer hold.
+
+    Attributes:
+        total: bytes of parameters, buffers and the optimizer's state.
+        trained: bytes of the parameters that require a gradient.
+    """
+
+    total: int = 0
+    trained: int = 0
+
+    def beyond(self, other: Held) -> int:
+        """Return how many bytes more a step needs than it did when the other was held; at least 0."""
+        return max(self.total - other.total, 0) + _BESIDE * max(self.trained - other.trained, 0)
+
+    def outgrows(self, other: Held) -> bool:
+        """Return whether the parameters have grown so much that what a step needs is no longer known."""
+        return self.trained > _OTHERS * other.trained
+
+
+class HeldBytes:
+    """Counts what a model and its optimizer hold.
+
+    Modules that are added or removed are noticed after ``_WALK_EVERY`` counts at the latest.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._owners: list[dict[str, Any]] = []
+        self._counts = self._pause = 0
+        self._cost_s = math.inf
+        self._latest = Held()
+
+    def latest(self, step_s: float) -> Held:
+        """Return what is held now, or was at the last count: long lists are not counted before each short step.
+
+        Args:
+            step_s: mean seconds of a step.
+        """
+        if self._pause > 0:
+            self._pause -= 1
+            return self._latest
+        began = time.perf_counter()
+        found = self.count()
+        # A count that the machine interrupted takes longer than it need.
+        self._cost_s = min(self._cost_s, time.perf_counter() - began)
+        self._pause = min(int(self._cost_s / max(_SHARE * step_s, _SECONDS)), _WALK_EVERY)
+        return found
+
+    def count(self) -> Held:
+        """Return what is held now."""
+        if self._counts % _WALK_EVERY == 0:
+            parts = (owner for part in self._model.modules() for owner in (part._parameters, part._buffers))
+            self._owners = [owner for owner in parts if owner]
+        self._counts += 1
+        met: set[int] = set()
+        total = trained = 0
+        for one in self._tensors():
+            if id(one) not in met:
+                met.add(id(one))
+                total += one.nbytes
+                trained += one.nbytes if one.requires_grad else 0
+        self._latest = Held(total, trained)
+        return self._latest
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for owner in self._owners:
+            yield from (one for one in owner.values() if one is not None)
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+        for entry in self._optimizer.state.values():
+            if isinstance(entry, dict):
+                yield from (one for one in entry.values() if isinstance(one, torch.Tensor))
