@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import operator
 import pickle
@@ -12,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -50,18 +51,17 @@ STEPS = 40
 
 
 def llama(**changes: Any) -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        attention_dropout=0.1,
-        **changes,
-    )
-    return LlamaForCausalLM(config)
+    settings: dict[str, Any] = {
+        "vocab_size": 17,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+        "attention_dropout": 0.1,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
 
 
 def bert() -> nn.Module:
@@ -122,7 +122,14 @@ def logged(callback: AutotuneCallback, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, rows) if event["event"] == kind]
 
 
-def trainer_for(folder: Path, model: nn.Module, collate: Any, callbacks: list[Any], **arguments: Any) -> Any:
+def trainer_for(
+    folder: Path,
+    model: nn.Module,
+    collate: Any,
+    callbacks: list[Any],
+    trainer_class: Any = Trainer,
+    **arguments: Any,
+) -> Any:
     settings: dict[str, Any] = {
         "output_dir": str(folder / "out"),
         "max_steps": STEPS,
@@ -138,7 +145,7 @@ def trainer_for(folder: Path, model: nn.Module, collate: Any, callbacks: list[An
         "save_strategy": "no",
         **arguments,
     }
-    return Trainer(
+    return trainer_class(
         model,
         TrainingArguments(**settings),
         train_dataset=texts(),
@@ -287,16 +294,73 @@ def test_tuner_that_detaches_itself_returns_recomputation_to_the_trainer(tmp_pat
     tuned = AutotuneCallback(Wanders(), limits=RESTLESS, runs_dir=None)
 
     class Leaves(TrainerCallback):
-        def on_step_end(self, _args: Any, state: Any, _control: Any, model: Any = None, **_: Any) -> None:
-            flags[state.global_step] = model.model.layers[0]._gradient_checkpointing_func is not operator.call
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
             if state.global_step == 4:
                 assert tuned.tuner is not None
                 tuned.tuner.detach("a trip, say")
 
+    model: Any = llama()
+
+    def note(*_: object) -> None:
+        flags[trainer.state.global_step] = model.model.layers[0]._gradient_checkpointing_func is not operator.call
+
+    model.model.embed_tokens.register_forward_hook(note)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer_for(tmp_path, llama(), padded, [tuned, Leaves()], max_steps=6, gradient_checkpointing=True).train()
-    assert flags == {1: False, 2: False, 3: False, 4: False, 5: True, 6: True}
+        trainer = trainer_for(tmp_path, model, padded, [tuned, Leaves()], max_steps=6, gradient_checkpointing=True)
+        trainer.train()
+    assert flags == {0: False, 1: False, 2: False, 3: False, 4: True, 5: True}
+
+
+class CallsParts(Trainer):
+    """A Trainer whose loss calls parts of the model, as hand-written losses by chunks do; it notes who recomputes."""
+
+    recomputes: ClassVar[list[bool]] = []
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        hidden = model.model(input_ids=inputs["input_ids"]).last_hidden_state
+        self.recomputes.append(model.model.layers[0]._gradient_checkpointing_func is not operator.call)
+        return nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), inputs["labels"].flatten().clamp(0))
+
+
+@pytest.mark.parametrize("kind", ["parts", "compiled", "one layer"])
+def test_a_trainer_recomputes_by_itself_where_the_tuner_does_not(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = llama(num_hidden_layers=1) if kind == "one layer" else llama()
+    callback = AutotuneCallback("exact", memory_budget_bytes=1, limits=RESTLESS, runs_dir=None)
+    seen: list[bool] = []
+    model.model.embed_tokens.register_forward_hook(
+        lambda *_: seen.append(model.model.layers[0]._gradient_checkpointing_func is not operator.call)
+    )
+    trained: Any = torch.compile(model, backend="eager") if kind == "compiled" else model
+    options = {"max_steps": 4, "gradient_checkpointing": True, "remove_unused_columns": False}
+    loss = CallsParts if kind == "parts" else Trainer
+    with warnings.catch_warnings(), caplog.at_level("WARNING", logger="autotune"):
+        warnings.simplefilter("ignore")
+        trainer_for(tmp_path, trained, padded, [callback], trainer_class=loss, **options).train()
+    assert seen
+    assert all(seen)
+    assert callback.tuner is not None
+    if kind == "parts":
+        assert callback.tuner.detached_because == "a step did not call the model itself: its loss may call parts of it"
+        assert "no memory budget is kept" in caplog.text
+
+
+def test_wrong_modes_and_tunings_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(AttachError, match=r"mode is 'x' .allowed: exact, tolerant"):
+        AutotuneCallback(mode="x")
+    with pytest.raises(AttachError, match=r"mode is 'rounding', but the Trainer fixes k"):
+        AutotuneCallback(mode="rounding")
+    with pytest.raises(AttachError, match=r"tuning is of type int .allowed: a dict"):
+        trainer_for(tmp_path, llama(), padded, [], trainer_class=functools.partial(TunedTrainer, tuning=3))
+
+
+def test_a_training_of_no_steps_is_not_attached_to(tmp_path: Path) -> None:
+    callback = AutotuneCallback("exact", runs_dir=None)
+    trainer = trainer_for(tmp_path, llama(), padded, [callback], num_train_epochs=0, max_steps=-1)
+    assert trainer.train().global_step == 0
+    assert callback.tuner is None
 
 
 @pytest.mark.slow

@@ -177,3 +177,137 @@ def test_sizes_that_the_loop_draws_itself_exceed_the_budget_once_each() -> None:
     leanest = max(trained(loop, Run(plans=[lean], steps=60)).peaks)
     found = over(loop, int(1.4 * leanest), steps=60)
     assert set(found) <= {sizes.index(size) for size in (2, 4)}
+
+
+class Grown(Loop):
+    """Units see batches of one size; what happens before each step is given by a subclass."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(5)), nn.Linear(WIDTH, 1))
+
+    def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        raise NotImplementedError
+
+    def loss(self, model: Any, rows: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(model(rows).square().mean())
+
+    def train(self, run: Run) -> None:
+        model = self.model()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        tuner = run.attach(model, optimizer)
+        for step, batch in enumerate(points(run.steps, rows=64)):
+            self.before(model, optimizer, step)
+            for rows in tuner.micro_batches(self.given(batch, step)):
+                loss = self.loss(model, rows)
+                tuner.backward(loss)
+            tuner.step()
+            run.log(loss)
+        run.keep(model, optimizer)
+
+    def given(self, batch: torch.Tensor, step: int) -> Any:
+        return batch
+
+
+class Refined(Grown):
+    """A grid of parameters is replaced by a finer one, with its optimizer state."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.grid = nn.Parameter(torch.randn(8, WIDTH))
+        return model
+
+    def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step in (AT, AT + 8):
+            former = model.grid
+            model.grid = nn.Parameter(former.detach().repeat_interleave(6, 0))
+            state = optimizer.state.pop(former)
+            optimizer.state[model.grid] = {
+                key: one.repeat_interleave(6, 0) if one.dim() else one for key, one in state.items()
+            }
+            group = optimizer.param_groups[0]["params"]
+            group[[one is former for one in group].index(True)] = model.grid
+
+    def loss(self, model: Any, rows: torch.Tensor) -> torch.Tensor:
+        return super().loss(model, rows + model.grid.mean(0))
+
+
+class Collects(Grown):
+    """A buffer collects, and the optimizer begins to keep slow weights."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_buffer("bank", torch.zeros(1, WIDTH))
+        return model
+
+    def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step >= AT - 4:
+            model.bank = torch.cat([model.bank, torch.ones(32, WIDTH)])
+        if step == AT + 8:
+            for one in model.parameters():
+                optimizer.state[one]["slow"] = one.detach().clone()
+
+
+class Middle(Grown):
+    """Middle layers see a part of the rows that grows (random layerwise token dropping)."""
+
+    def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        self.seen = 8 if step < AT else 64
+
+    def loss(self, model: Any, rows: torch.Tensor) -> torch.Tensor:
+        first, *middle, last, head = model[:1], *model[2:5], model[5], model[6]
+        rows = model[1](first(rows))
+        for block in middle:
+            rows = torch.cat([block(rows[: self.seen]), rows[self.seen :]])
+        return torch.as_tensor(head(last(rows)).square().mean())
+
+
+class Indexed(Grown):
+    """A batch is an index of data of several sizes."""
+
+    def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        pass
+
+    def given(self, batch: torch.Tensor, step: int) -> Any:
+        self.data = batch[: (16, 64, 32, 48)[step % 4]]
+        return step % 4
+
+    def loss(self, model: Any, rows: Any) -> torch.Tensor:
+        return super().loss(model, self.data)
+
+
+class Carries(Grown):
+    """Units are handed a memory that the loop carries, which grows and is then full."""
+
+    memory: torch.Tensor
+
+    def model(self) -> nn.Module:
+        self.memory = torch.zeros(0, WIDTH)
+        return nn.Sequential(*(Remembers() for _ in range(5)), nn.Linear(WIDTH, 1))
+
+    def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        pass
+
+    def loss(self, model: Any, rows: torch.Tensor) -> torch.Tensor:
+        memory, self.memory = self.memory, torch.cat([self.memory, rows.detach()[:16]])[-160:]
+        for block in model[:5]:
+            rows = block(rows, memory)
+        return torch.as_tensor(model[5](rows).square().mean())
+
+
+class Remembers(Block):
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        whole = super().forward(x if memory is None else torch.cat([memory, x]))
+        return whole[-len(x) :]
+
+
+@pytest.mark.parametrize(
+    ("loop", "surprises"),
+    [(Refined(), ()), (Collects(), ()), (Middle(), (AT,)), (Indexed(), ()), (Carries(), range(11))],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_grows_between_steps_is_noticed_before_the_next_one(loop: Grown, surprises: tuple[int, ...]) -> None:
+    lean = trained(loop, Run({"limits": RESTLESS, "policy": "exact", "memory_budget_bytes": 1}, steps=STEPS)).used[-1]
+    full = lean.changed(storage=dict.fromkeys(lean.storage, Storage.SAVE))
+    low, high = (max(trained(loop, Run(plans=[plan], steps=STEPS)).peaks) for plan in (lean, full))
+    for share in (0.1, 0.8):
+        assert set(over(loop, int(1.02 * low + share * (high - 1.02 * low)))) <= set(surprises)

@@ -25,7 +25,7 @@ from autotune.live.attached import Attached, Step, StepAhead
 from autotune.live.batch_pieces import Pieces, counted, cut, cutting_of, nothing_to_learn, num_samples
 from autotune.live.controller import Pilot
 from autotune.live.kill_switches import reason_to_stop
-from autotune.live.limits import Mode
+from autotune.live.limits import Mode, Stage
 from autotune.live.running_step import RunningStep
 from autotune.live.scaled_loss import is_scaled
 from autotune.live.step_times import StepTimes
@@ -312,6 +312,11 @@ class LiveTuner:
     def plan(self) -> Plan:
         """Return the plan that is applied; the baseline once detached."""
         return self._facts.space.baseline() if self._pilot is None else self._pilot.plan
+
+    @property
+    def recomputable(self) -> tuple[str, ...]:
+        """Return the names of the units that it may recompute, unless they come to be locked; none if it observes."""
+        return self._facts.space.recomputable if self._facts.stage is Stage.ACT else ()
 
     @property
     def locks(self) -> dict[str, str]:

@@ -30,6 +30,13 @@ class SizedCost(NamedTuple):
     batch_bytes: int
 
 
+class Ratio(NamedTuple):
+    """The bytes that a unit saves, divided by those alive while it is recomputed, and the latter."""
+
+    alive_bytes: int
+    saved: float
+
+
 def kind_of(unit: Unit) -> UnitKind:
     """Return the kind of a unit; units of one kind are assumed to cost the same."""
     return unit.kind, unit.num_parameters
@@ -132,28 +139,29 @@ def _is_usual(choice: str) -> bool:
     return choice.partition("/")[2] in (Storage.SAVE, *_RECOMPUTING)
 
 
-def saving_ratios(costs: Sequence[Mapping[str, Cost]], units: Sequence[Unit | None]) -> dict[UnitKind, list[float]]:
+def saving_ratios(costs: Sequence[Mapping[str, Cost]], units: Sequence[Unit | None]) -> dict[UnitKind, list[Ratio]]:
     """Return, by kind of unit, the ratios of the bytes that units save to those alive while they are recomputed.
 
     Args:
         costs: costs of each segment by choice; only units with costs of both saving and recomputing count.
         units: the unit of each segment; ``None`` for code between units.
     """
-    ratios: dict[UnitKind, list[float]] = {}
+    ratios: dict[UnitKind, list[Ratio]] = {}
     for unit, own in zip(units, costs, strict=True):
         if unit is None:
             continue
         for precision in {name.partition("/")[0] for name in own}:
             save, again = _saved_and_recomputed(own, precision)
             if save is not None and again is not None and (alive := max(again.backward_peak_bytes)) > 0:
-                ratios.setdefault(kind_of(unit), []).append(save.saved_bytes / alive)
+                ratios.setdefault(kind_of(unit), []).append(Ratio(alive, save.saved_bytes / alive))
     return ratios
 
 
-def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[float]) -> dict[str, Cost]:
+def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[Ratio]) -> dict[str, Cost]:
     """Return a unit's costs with an upper bound for saving or recomputing, if only one of them was run.
 
-    A storage of another kind must have been run in this unit: like units may do other work.
+    A storage of another kind must have been run in this unit: like units may do other work. A like unit that was handed
+    less tells nothing: what does not depend on that, such as gradients of weights, is a larger share of what is alive.
 
     Args:
         costs: costs by choice.
@@ -163,7 +171,9 @@ def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[float]) -> dict[str,
     for precision in dict.fromkeys(name.partition("/")[0] for name in costs):
         save, again = _saved_and_recomputed(costs, precision)
         if save is None and again is not None:
-            ratio = min(max(ratios) * _UNSEEN_MARGIN, 1.0) if ratios else 1.0
+            least = max(again.backward_peak_bytes) / _UNSEEN_MARGIN
+            known = max((one.saved for one in ratios if one.alive_bytes >= least), default=1.0)
+            ratio = min(known * _UNSEEN_MARGIN, 1.0)
             filled[f"{precision}/{Storage.SAVE}"] = _save_bound(again, ratio)
         elif save is not None and again is None:
             filled |= {f"{precision}/{storage}": _recompute_bound(save) for storage in _RECOMPUTING}

@@ -57,6 +57,8 @@ class Attaches:
         runs_dir: str | Path | None = "runs",
         settings: Settings | None = None,
     ) -> None:
+        if mode not in list(Mode):
+            raise AttachError(f"mode is {mode!r:.80}", where=WHERE, allowed=", ".join(self.modes))
         if mode not in self.modes:
             raise AttachError(
                 f"mode is {mode!r}, but {self.framework} fixes {self.fixed} when training begins",

@@ -34,6 +34,11 @@ class MicroSteps:
             model.register_forward_hook(WatchingHook(self._after, model), with_kwargs=True),
         ]
 
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes of the model in the present or last step."""
+        return self._micro_batches
+
     def begin(self) -> None:
         """Note that an optimizer step begins."""
         self._watching = True

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,34 +28,90 @@ logger = logging.getLogger(__name__)
 _LEAST_HALVED = 4
 
 
+class _Recomputing:
+    """The library's own recomputation of blocks, which a tuner replaces while the model runs forward in training.
+
+    Everything else that the library does for checkpointing, such as dropping caches, stays the same. A loss that calls
+    parts of the model, and not the model itself, is left with the library's recomputation.
+
+    Args:
+        model: the model.
+        tuner: the tuner that recomputes its units.
+    """
+
+    def __init__(self, model: nn.Module, tuner: LiveTuner) -> None:
+        self._tuner = tuner
+        units = tuner.recomputable
+        # By name, the blocks that the library would recompute, with their recompute functions.
+        self._blocks = {
+            name: (part, part.__dict__["_gradient_checkpointing_func"])
+            for name, part in model.named_modules()
+            if getattr(part, "gradient_checkpointing", False)
+            and "_gradient_checkpointing_func" in part.__dict__
+            and any(f"{one}.".startswith(f"{name}.") or f"{name}.".startswith(f"{one}.") for one in units)
+        }
+        watching = WatchingHook(self._before, model), WatchingHook(self._after, model)
+        self._handles = [
+            model.register_forward_pre_hook(watching[0]),
+            model.register_forward_hook(watching[1], always_call=True),
+        ]
+        if self._blocks:
+            logger.info(
+                "gradient_checkpointing recomputes none of its %d modules until detach(): the tuner recomputes what "
+                "the budget demands",
+                len(self._blocks),
+            )
+
+    def look_at_locks(self) -> None:
+        """Leave blocks that the tuner may not recompute to the library."""
+        if self._blocks:
+            locks = self._tuner.locks
+            self._blocks = {name: found for name, found in self._blocks.items() if name not in locks}
+
+    def close(self) -> None:
+        """Leave all blocks to the library."""
+        self._give_back()
+        self._blocks = {}
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, _args: object) -> None:
+        if self._tuner.attached and module.training and torch.is_grad_enabled():
+            for part, recompute in self._blocks.values():
+                # Other code may have changed it meanwhile.
+                if part._gradient_checkpointing_func is recompute:
+                    # From the standard library, so that a copied or pickled model does not need this package.
+                    part._gradient_checkpointing_func = operator.call
+
+    def _after(self, _module: nn.Module, _args: object, _output: object) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for part, recompute in self._blocks.values():
+            if part._gradient_checkpointing_func is operator.call:
+                part._gradient_checkpointing_func = recompute
+
+
 class _Callback(Attaches, TrainerCallback):
     """Base of callbacks that attach when training begins, and restore the model when it ends."""
 
     framework = "the Trainer"
-    # By name, the blocks that the library would recompute, with their recompute functions, which the tuner replaces.
-    _taken_over: Mapping[str, tuple[Any, Any]] = MappingProxyType({})
+    _recomputing: _Recomputing | None = None
 
     def detach(self, reason: str = "detach() was called") -> None:
         """Restore the model; training continues."""
         if self.tuner is not None:
             self.tuner.detach(reason)
-        self._give_back()
-
-    def _give_back(self, names: Collection[str] | None = None) -> None:
-        """Let the library recompute blocks again, unless other code has changed that meanwhile."""
-        given = self._taken_over if names is None else {name: self._taken_over[name] for name in names}
-        for part, recompute in given.values():
-            if part._gradient_checkpointing_func is operator.call:
-                part._gradient_checkpointing_func = recompute
-        self._taken_over = {name: found for name, found in self._taken_over.items() if name not in given}
+        if self._recomputing is not None:
+            self._recomputing.close()
+            self._recomputing = None
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give back the blocks that the tuner may not recompute, or all of them if it has detached."""
-        if self.tuner is not None and self._taken_over:
-            locks = self.tuner.locks
-            self._give_back([name for name in self._taken_over if name in locks] if self.tuner.attached else None)
+        """Leave the blocks that the tuner may not recompute to the library."""
+        if self._recomputing is not None:
+            self._recomputing.look_at_locks()
 
     def on_train_begin(
         self,
@@ -70,6 +125,9 @@ class _Callback(Attaches, TrainerCallback):
         """Attach."""
         # A run that ended with an exception, such as out of memory before a retry, leaves its tuner attached.
         self.detach("another training begins")
+        if state.max_steps <= state.global_step:
+            # Nothing is trained.
+            return
         if model is None or optimizer is None:
             raise AttachError("the Trainer passed no model and optimizer", where=WHERE, allowed="a Trainer's run")
         _check(args, model, optimizer)
@@ -80,30 +138,9 @@ class _Callback(Attaches, TrainerCallback):
             accumulation_steps=args.gradient_accumulation_steps,
             is_first=state.is_world_process_zero,
         )
-        if self._stage == Stage.ACT and self.tuner.attached:
-            self._take_over(model)
+        if self.tuner.attached:
+            self._recomputing = _Recomputing(model, self.tuner)
         self._watch(model, self.tuner)
-
-    def _take_over(self, model: nn.Module) -> None:
-        """Stop the library from recomputing blocks: from now on the tuner decides which are recomputed.
-
-        Everything else that the library does for checkpointing, such as dropping caches, stays the same.
-        """
-        found = {
-            name: (part, part.__dict__["_gradient_checkpointing_func"])
-            for name, part in model.named_modules()
-            if getattr(part, "gradient_checkpointing", False) and "_gradient_checkpointing_func" in part.__dict__
-        }
-        for part, _ in found.values():
-            # From the standard library, so that a copied or pickled model does not need this package.
-            part._gradient_checkpointing_func = operator.call
-        self._taken_over = found
-        if found:
-            logger.info(
-                "gradient_checkpointing recomputes none of its %d modules until detach(): the tuner recomputes what "
-                "the budget demands",
-                len(found),
-            )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -202,6 +239,10 @@ class AutotuneCallback(_Callback):
     ) -> None:
         """Let the tuner decide about the next steps."""
         if self._micro_steps is not None:
+            if not self._micro_steps.micro_batches and self.tuner is not None and self.tuner.attached:
+                reason = "a step did not call the model itself: its loss may call parts of it"
+                logger.warning("%s; the tuner leaves this run, and no memory budget is kept", reason)
+                self.tuner.detach(reason)
             self._micro_steps.end(stepped=not getattr(optimizer, "step_was_skipped", False))
 
 
@@ -267,6 +308,11 @@ class TunedTrainer(Trainer):
         super().__init__(*args, **kwargs)
         # Whether micro-batches' losses sum to the step's loss; ``None`` before the first step.
         self._shares: bool | None = None
+        if not isinstance(tuning, Mapping | None):
+            problem = f"tuning is of type {type(tuning).__name__}"
+            raise AttachError(
+                problem, where="TunedTrainer", allowed='a dict of arguments, such as {"mode": "rounding"}'
+            )
         self._tuning = _Tuning(self, **(tuning or {}))
         self.add_callback(self._tuning)
 
