@@ -308,7 +308,8 @@ class TunedTrainer(Trainer):
         super().__init__(*args, **kwargs)
         # Whether micro-batches' losses sum to the step's loss; ``None`` before the first step.
         self._shares: bool | None = None
-        if not isinstance(tuning, Mapping | None):
+        given: object = tuning
+        if given is not None and not isinstance(given, Mapping):
             problem = f"tuning is of type {type(tuning).__name__}"
             raise AttachError(
                 problem, where="TunedTrainer", allowed='a dict of arguments, such as {"mode": "rounding"}'
