@@ -46,10 +46,20 @@ from autotune.mechanics.copies import (
     is_unchanged,
 )
 from autotune.mechanics.devices import is_accelerator
-from autotune.mechanics.hook_state import state_of_hooks
-from autotune.mechanics.kept import Held, Kept, Objects, Reads, flattened, is_carrier, objects_of, without_graph
+from autotune.mechanics.kept import (
+    OF_MODULES,
+    Kept,
+    Objects,
+    Reads,
+    flattened,
+    is_carrier,
+    objects_of,
+    own_values,
+    without_graph,
+)
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.muting import muted
+from autotune.mechanics.reached_state import state_of_attributes, state_of_hooks
 from autotune.mechanics.repeats import Repeats, is_due
 from autotune.mechanics.watching_hooks import reporting_writes, seeing_saved
 
@@ -60,7 +70,6 @@ _OVERWRITTEN = "its weights or other tensors were written to between its forward
 _DIFFERS = "recomputed, it did not repeat its forward pass"
 # First calls in which writes to saved tensors are looked for, and the most shapes of arguments that are told apart.
 _LOOKED_AT, _MOST_SHAPES = 16, 1000
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def uncopyable_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -105,7 +114,7 @@ class _Again(AbstractContextManager[None]):
         self.kept: Kept | None = None
         # Dictionaries of the module's parts, with their contents: each part's ``__dict__``, by place, then all others.
         self._own: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
-        self._then: list[tuple[Held, dict[str, Any]]] = []
+        self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
         # Each weight, and whether it required a gradient.
         self._weights: list[tuple[nn.Parameter, bool]] = []
         for place, part in enumerate(parts):
@@ -122,12 +131,14 @@ class _Again(AbstractContextManager[None]):
                 if part._parameters and type(part._parameters) is dict:
                     self._then.append((part._parameters, part._parameters.copy()))
                     self._weights += [(one, one.requires_grad) for one in part._parameters.values() if one is not None]
-        for held in objects_of(parts):
+        own = own_values(parts)
+        for held in objects_of(own):
             # Without graphs: an object that collects others' results would keep their graphs alive.
             values = held.items()
             then = {name: without_graph(one) if isinstance(one, torch.Tensor) else one for name, one in values}
             self._then.append((held, then))
-        self._hooks = state_of_hooks(parts[1:])
+        found = (state_of_hooks(parts[1:]), state_of_attributes(own))
+        self._reached = [state for state in found if state is not None]
         tensors = _tensors_of(parts)
         self._versions = [(one, version_of(one)) for one in tensors]
         # A weight in a dictionary of another class is given its data by others, in hooks.
@@ -159,8 +170,9 @@ class _Again(AbstractContextManager[None]):
                 # An object that allows no weak reference is copied instead.
                 with suppress(TypeError):
                     self.originals[place] = weakref.ref(original)
-        if self._hooks is not None:
-            self._hooks.has_run()
+        others = [state.has_run() for state in self._reached]
+        if any(others):
+            self.recomputation.bar_late("it has begun to write to a tensor that an object or a hook keeps")
         written = {id(one): one for one, version in self._versions if version_of(one) != version}
         if written:
             self.recomputation.bar_late("it has begun to write to its own weights or other tensors")
@@ -187,7 +199,7 @@ class _Again(AbstractContextManager[None]):
         for place, _, then in self._own:
             then.update(self.objects.attributes.get(place, {}))
 
-    def _made_again(self) -> list[tuple[Held, dict[str, Any]]]:
+    def _made_again(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Return each dictionary of the parts with its recorded contents, with new copies of objects at each call."""
         alive = {place: found() for place, found in self.originals.items()}
         # If argument tensors have been written to, objects must be copied, so that they refer to the tensors' copies.
@@ -220,8 +232,8 @@ class _Again(AbstractContextManager[None]):
         stack.callback(_put_flags, flags)
         if self.recomputation.around is not None:
             stack.enter_context(self.recomputation.around.as_they_were())
-        if self._hooks is not None:
-            stack.enter_context(self._hooks.unchanged())
+        for state in self._reached:
+            stack.enter_context(state.as_before())
         # Code that gives a weight other data for the time of a call may never come to put the former back.
         present = _data_of([one for one, _ in self._data])
         stack.callback(_put_data, present)
@@ -315,7 +327,7 @@ def _put_flags(wanted: list[Any]) -> None:
         ambient.put(wanted, present)
 
 
-def _restore(former: Sequence[tuple[Held, dict[str, Any]]]) -> None:
+def _restore(former: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """Restore the contents of dictionaries that have changed."""
     for own, then in former:
         if not _holds(own, then):
@@ -323,7 +335,7 @@ def _restore(former: Sequence[tuple[Held, dict[str, Any]]]) -> None:
             own.update(then)
 
 
-def _holds(own: Held, then: dict[str, Any]) -> bool:
+def _holds(own: dict[str, Any], then: dict[str, Any]) -> bool:
     """Return whether two dictionaries have the same objects as values, in the same order."""
     return len(own) == len(then) and all(map(operator.is_, own.values(), then.values()))
 
@@ -613,7 +625,7 @@ class Recomputation:
         held = [list(map(id, part.__dict__.values())) for part in parts]
         for place, part in enumerate(parts):
             if anew or held[place] != self._held[place]:
-                names = {name for name, value in vars(part).items() if name not in _OF_MODULES and is_carrier(value)}
+                names = {name for name, value in vars(part).items() if name not in OF_MODULES and is_carrier(value)}
                 if names:
                     self.carriers[place] = names
                 else:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from autotune.mechanics.buffers import version_of
-from autotune.mechanics.copies import (
-    Copier,
-    CopyError,
-    TensorCopy,
-    attributes_of,
-    copied,
-    has_scalars_only,
-    own_dict,
-    slots_of,
-)
+from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, has_scalars_only, own_dict
 
 _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
 # Containers that a call may change, and how many of their items are copied at each call.
@@ -37,11 +28,10 @@ _MUTABLE = (list, dict, set, deque)
 _MOST_ITEMS, _MOST_SCALARS = 256, 4096
 # The largest array that is copied at each call, and the most objects within others that are restored.
 _MOST_ARRAY_BYTES, _MOST_OBJECTS = 2**16, 64
-_COMMON = frozenset({type(None), bool, int, float, str, list, tuple, dict, set, OrderedDict, torch.Tensor})
+_COMMON = frozenset({type(None), bool, int, float, str, list, dict, set, OrderedDict, torch.Tensor})
+# The attributes that every module has.
+OF_MODULES = frozenset(vars(nn.Module()))
 _LIBRARIES = ("builtins", "torch", "numpy", "autotune", "collections", "functools", "weakref", "_thread", "threading")
-
-# Where an object keeps its attributes.
-Held: TypeAlias = "dict[str, Any] | SlotValues"
 
 
 class Kept:
@@ -239,54 +229,35 @@ def is_carrier(value: Any) -> bool:
     return carries
 
 
-class SlotValues(MutableMapping[str, Any]):
-    """The values of an object's slots by name, without empty ones; what is set here is set in the object."""
+def own_values(parts: Sequence[nn.Module]) -> list[Any]:
+    """Return the attributes of modules that are neither those of every module nor numbers, texts or plain containers.
 
-    def __init__(self, holder: Any) -> None:
-        self._holder, self._names = holder, slots_of(type(holder))
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return object.__getattribute__(self._holder, name)
-        except AttributeError as error:
-            raise KeyError(name) from error
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        object.__setattr__(self._holder, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        object.__delattr__(self._holder, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(attributes_of(self._holder).keys() & set(self._names))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def copy(self) -> dict[str, Any]:
-        """Return the present values."""
-        return dict(self)
+    Tuples, which nothing restores as a whole, are included.
+    """
+    return [
+        value
+        for part in parts
+        for name, value in part.__dict__.items()
+        if name not in OF_MODULES and type(value) not in _COMMON
+    ]
 
 
-def objects_of(parts: Sequence[nn.Module]) -> list[Held]:
-    """Return the ``__dict__`` and the slots of each object of the user's own classes among attributes of modules.
-
-    Such objects among the attributes of these objects are included.
+def objects_of(values: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the ``__dict__`` of each object of the user's own classes among values, or among such objects' values.
 
     Args:
-        parts: the modules.
+        values: attributes of modules.
     """
-    held = {id(one): one for part in parts for one in part.__dict__.values() if _is_users_own(one)}
-    inner = (one for holder in [*held.values()] for one in attributes_of(holder).values() if _is_users_own(one))
+    held = {id(one): one for one in values if _is_users_own(one)}
+    # An object without a ``__dict__`` gives an empty one.
+    inner = (one for holder in [*held.values()] for one in own_dict(holder).values() if _is_users_own(one))
     held.update((id(one), one) for one in itertools.islice(inner, _MOST_OBJECTS))
-    # An object without a ``__dict__`` gives an empty one; one that is empty now may be filled.
-    found: list[Held] = [own_dict(one) for one in held.values()]
-    return [*found, *(SlotValues(one) for one in held.values() if slots_of(type(one)))]
+    return [own_dict(one) for one in held.values()]
 
 
 def _is_users_own(value: Any) -> bool:
     kind = type(value)
     # Nearly all attributes of modules have one of these types.
-    if kind in _COMMON:
+    if kind in _COMMON or kind is tuple:
         return False
     return kind.__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, nn.Module | type)
