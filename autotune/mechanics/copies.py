@@ -62,6 +62,8 @@ _COMPILER_MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")
 _OF_THE_PROCESS = ("torch._C", "torch.distributed", "contextvars", "_contextvars", "logging")
 # Most objects in one copy; an object that leads to more probably leads to the whole program.
 _MOST_OBJECTS = 50_000
+# Most types whose properties are remembered.
+_MOST_KINDS = 4096
 # Frozen parameters up to this size in bytes (codebooks, running averages) are copied: a forward pass may write to them.
 _FROZEN_BYTES = 2**25
 
@@ -100,7 +102,7 @@ class Copier:
             raise CopyError(type(value).__name__) from error
 
     def _copied(self, value: Any) -> Any:
-        if _is_shared(value) or _belongs_to_process(value):
+        if type(value) in _SCALARS or _is_shared(value) or _belongs_to_process(value):
             return value
         if id(value) in self._known:
             return self._known[id(value)]
@@ -172,8 +174,9 @@ class Copier:
 
     def _copy_attributes(self, value: Any, made: Any) -> None:
         if type(value) not in _PLAIN_CONTAINERS and hasattr(value, "__dict__"):
+            own = vars(made)
             for name, item in vars(value).items():
-                vars(made)[name] = self._copied(item)
+                own[name] = item if type(item) in _SCALARS else self._copied(item)
 
     def _otherwise(self, value: Any) -> Any:
         try:
@@ -226,8 +229,7 @@ def copied(value: Any, tensor: TensorCopy = lambda tensor: tensor) -> Any:
 
 def _is_shared(value: Any) -> bool:
     """Return whether copies share an object, by its actual type: a proxy's ``__class__`` is that of its target."""
-    kind = type(value)
-    return kind is object or issubclass(kind, _SHARED)
+    return _IS_SHARED[type(value)]
 
 
 class Loans:
@@ -475,13 +477,16 @@ def slots_of(kind: type) -> list[str]:
 
 def _is_plain(value: Any) -> bool:
     """Return whether all state of an object is in its ``__dict__``."""
-    kind = type(value)
     if isinstance(value, nn.Module):
         return not isinstance(value, torch.jit.ScriptModule)
+    return _IS_PLAIN[type(value)]
+
+
+def _is_plain_kind(kind: type) -> bool:
     if kind is SimpleNamespace:
         return True
     return (
-        hasattr(value, "__dict__")
+        any("__dict__" in vars(base) for base in kind.__mro__)
         and not hasattr(kind, "__deepcopy__")
         and getattr(kind, "__reduce_ex__", None) is _PLAIN_REDUCTION[0]
         and getattr(kind, "__reduce__", None) is _PLAIN_REDUCTION[1]
@@ -492,14 +497,43 @@ def _is_plain(value: Any) -> bool:
 
 def _is_named(value: Any) -> bool:
     """Return whether an object is a global of its class's module, such as a sentinel that code compares by identity."""
-    module = sys.modules.get(type(value).__module__)
-    return not isinstance(value, nn.Module) and any(one is value for one in list(vars(module or _Plain).values()))
+    if isinstance(value, nn.Module):
+        return False
+    held = vars(sys.modules.get(type(value).__module__) or _Plain)
+    length, ids = _GLOBALS.get(type(value).__module__, (0, frozenset[int]()))
+    if length != len(held):
+        ids = frozenset(map(id, list(held.values())))
+        _GLOBALS[type(value).__module__] = len(held), ids
+    # An object that has ended may have had this id.
+    return id(value) in ids and any(one is value for one in list(held.values()))
 
 
 class _Plain:
     pass
 
 
+class _ByKind(dict[type, bool]):
+    """A property of types, found once for each type; types that no longer exist are dropped from time to time.
+
+    Args:
+        find: returns the property of a type.
+    """
+
+    def __init__(self, find: Callable[[type], bool]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, kind: type) -> bool:
+        if len(self) > _MOST_KINDS:
+            self.clear()
+        found = self[kind] = self._find(kind)
+        return found
+
+
+_IS_SHARED = _ByKind(lambda kind: kind is object or issubclass(kind, _SHARED))
+_IS_PLAIN = _ByKind(_is_plain_kind)
+# By name of a module, the number of its globals and the ids of their values.
+_GLOBALS: dict[str, tuple[int, frozenset[int]]] = {}
 _PLAIN_REDUCTION: tuple[Any, Any] = (object.__reduce_ex__, object.__reduce__)
 # Size of an object with a ``__dict__`` and weak references, and no further data in C.
 _PLAIN_SIZE = _Plain.__basicsize__

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ _MUTABLE = (list, dict, set, deque)
 _MOST_ITEMS, _MOST_SCALARS = 256, 4096
 # The largest array that is copied at each call, and the most objects within others that are restored.
 _MOST_ARRAY_BYTES, _MOST_OBJECTS = 2**16, 64
-_COMMON = frozenset({type(None), bool, int, float, str, list, dict, set, OrderedDict, torch.Tensor})
+_WEAK = (weakref.ReferenceType, *weakref.ProxyTypes)
+_COMMON = frozenset({type(None), bool, int, float, str, list, dict, set, OrderedDict, torch.Tensor, *_WEAK})
 # The attributes that every module has.
 OF_MODULES = frozenset(vars(nn.Module()))
 _LIBRARIES = ("builtins", "torch", "numpy", "autotune", "collections", "functools", "weakref", "_thread", "threading")
@@ -136,8 +137,19 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(self.used) < len(self.tensors):
-            self.used.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.tensors)
+            self._note(args)
+            if kwargs:
+                self._note(kwargs.values())
         return function(*args, **(kwargs or {}))
+
+    def _note(self, values: Iterable[Any]) -> None:
+        """Note which of the tensors are among values, or in containers among them."""
+        for one in values:
+            if isinstance(one, torch.Tensor):
+                if id(one) in self.tensors:
+                    self.used.add(id(one))
+            elif isinstance(one, list | tuple | dict):
+                self.used.update(id(leaf) for leaf in tree_leaves(one) if id(leaf) in self.tensors)
 
 
 class Absent(torch.Tensor):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +32,9 @@ _MOST_ARRAY_BYTES, _MOST_TENSOR_BYTES = 2**22, 2**16
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "autotune"})
 # An object that holds one of these is changed by other threads or processes as well, at any time.
 _CONCURRENT = frozenset({"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"})
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter})
+# Code of a weak proxy's referent runs where its type is asked for.
+_WEAK = (weakref.ReferenceType, *weakref.ProxyTypes)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, *_WEAK})
 
 
 class ReachedState:
