@@ -352,6 +352,18 @@ def test_wrong_tuning_is_one_sentence(tmp_path: Path) -> None:
         trainer_for(tmp_path, llama(), padded, [], trainer_class=functools.partial(TunedTrainer, tuning=3))
 
 
+def test_a_tuned_trainer_is_profiled_between_frequent_evaluations(tmp_path: Path) -> None:
+    """A step after an evaluation once began in evaluation mode: no two steps in a row seemed to be of a kind."""
+    tuning = {"memory_budget_bytes": 10**12, "limits": RESTLESS, "runs_dir": tmp_path}
+    made = functools.partial(TunedTrainer, tuning=tuning)
+    options: dict[str, Any] = {"max_steps": 14, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = trainer_for(tmp_path, llama(), padded, [], trainer_class=made, **options)
+    trainer.train()
+    assert trainer.tuner.folder is not None
+    log = (trainer.tuner.folder / "decisions.jsonl").read_text()
+    assert '"event":"profiled"' in log.replace(" ", "")
+
+
 def test_a_training_of_no_steps_is_not_attached_to(tmp_path: Path) -> None:
     callback = AutotuneCallback("exact", runs_dir=None)
     trainer = trainer_for(tmp_path, llama(), padded, [callback], num_train_epochs=0, max_steps=-1)

@@ -337,6 +337,8 @@ class TunedTrainer(Trainer):
         if tuner is None or retry is None or not (tuner.attached or tuner.plan.accumulation_steps > 1):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
+        # As the Trainer does later: steps after an evaluation would otherwise seem to be of another kind.
+        model.train()
         if self._shares is None:
             self._shares = self._losses_are_shares(model, inputs, num_items_in_batch)
 
