@@ -81,15 +81,19 @@ class Knowledge:
         # are.
         self._peaks: dict[Plan, tuple[int, int, int]] = {}
         self._densities: dict[Plan, float] = {}
-        # Bytes of all batches of the largest traced step, and those that units were handed in it.
+        # Bytes of all batches of the largest traced step, and those that units were handed in it; and the most of these
+        # per byte of a batch.
         self._handed: tuple[int, int] | None = None
+        self._handed_per_byte = 0.0
 
     def denser(self, step: Step) -> float:
         """Return what units were handed in a step, divided by what its batches explain; 1 if that is not known."""
         if self._handed is None or not step.handed_bytes:
             return 1.0
         size, handed = self._handed
-        return step.handed_bytes / (handed * self.growth.scaling.at(step.all_bytes / size))
+        explained = handed * self.growth.scaling.at(step.all_bytes / size)
+        # Loops that cut their batches to a length hand units the same in short and in long ones.
+        return step.handed_bytes / max(explained, self._handed_per_byte * step.all_bytes)
 
     def _used_share(self, step: Step) -> float:
         """Return which share of a step's batches units worked on; less than 1 if the loop itself makes them smaller."""
@@ -291,8 +295,10 @@ class Knowledge:
         self._peaks[plan] = needed, largest, whole
         if not belongs:
             return False
-        if step.handed_bytes and (self._handed is None or step.all_bytes > self._handed[0]):
-            self._handed = max(step.all_bytes, 1), step.handed_bytes
+        if step.handed_bytes:
+            self._handed_per_byte = max(self._handed_per_byte, step.handed_bytes / max(step.all_bytes, 1))
+            if self._handed is None or step.all_bytes > self._handed[0]:
+                self._handed = max(step.all_bytes, 1), step.handed_bytes
         # Growth is that of the first pieces.
         self.growth.note(plan, use.ahead.as_equal_pieces(whole, k), seen.attribution)
         former = self.seen.get(plan)

@@ -18,7 +18,7 @@ from torch import nn
 # Counts after which a model's modules are listed again, and the most steps without a count.
 _WALK_EVERY = 16
 # Counting may take this share of a run's time, or these seconds per step.
-_SHARE, _SECONDS = 0.002, 1e-4
+_SHARE, _SECONDS = 0.002, 2e-4
 # Parameters that grow by this factor are others: what units are handed may have grown with them.
 _OTHERS = 1.02
 # What a step needs for each byte of a parameter that is trained: its gradient, and two values in the update.
