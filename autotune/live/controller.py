@@ -208,7 +208,8 @@ class Pilot:
             ahead: The step.
         """
         learns, self._least = not self._profiler.done, None
-        self._profiler.knowledge.count_held(self.time.run_s / max(self.step, 1))
+        if self._budget.latest is not None:
+            self._profiler.knowledge.count_held(self.time.run_s / max(self.step, 1))
         if learns:
             # The share of reserved memory that steps leave unused is still being learnt.
             self._budget.read_device(self._fragments)
@@ -230,6 +231,8 @@ class Pilot:
         self._begin_to_count()
         self._calls.begin_step()
         self._profiler.begin()
+        if self._profiler.watching:
+            self._profiler.knowledge.count_held()
         # A peak says nothing about its plan if no plan fits the step, or if the step is watched.
         counts = self._least is None and not self._profiler.watching
         self._peaks.begin(self.plan, self._size, budget, counts=counts)

@@ -110,14 +110,14 @@ class Knowledge:
         """Bytes that are allocated before and after each step, from the last trace."""
         return self._static
 
-    def count_held(self, step_s: float) -> None:
+    def count_held(self, step_s: float | None = None) -> None:
         """Count what the model and its optimizer hold, before a step.
 
         Args:
-            step_s: mean seconds of a step.
+            step_s: mean seconds of a step, by which it is seldom counted if that takes long; ``None`` counts now.
         """
         if not self._attached.spread:
-            self._present = self._holds.latest(step_s)
+            self._present = self._holds.count() if step_s is None else self._holds.latest(step_s)
 
     @property
     def grown_bytes(self) -> int:
@@ -259,7 +259,6 @@ class Knowledge:
             return False
         comparable = bool(self.seen) and self.plans_with(signature)
         denser = self.denser(step) if comparable else 1.0
-        self._present = Held() if self._attached.spread else self._holds.count()
         if denser > DENSER or self._outgrown:
             # The loop itself makes its batches larger, computes in a wider format, or has other parameters.
             self.forget()
