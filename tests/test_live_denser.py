@@ -319,6 +319,7 @@ class Remembers(Block):
         return whole[-len(x) :]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("loop", "surprises"),
     [(Refined(), ()), (Collects(), ()), (Middle(), (AT,)), (Indexed(), ()), (Carries(), range(11))],
