@@ -57,7 +57,7 @@ def test_following_copy_is_bit_identical_under_the_same_plans(mode: str) -> None
     assert len(other.seconds) == len(other.cpu_seconds) == len(live.learning) == 54
     assert any(live.learning)
     assert not live.learning[-1]
-    # The tuner counts calls of the first, the middle and the last unit under every plan, the copy since the last switch.
+    # The tuner counts the calls of the first, the middle and the last unit, the copy those since the last switch.
     all_calls, latest = (controls.recomputations(arm.model)["blocks.1"] for arm in (live, other))
     assert all_calls >= latest > 0
 
