@@ -113,7 +113,7 @@ def _seen(one: Any) -> Seen:
 def _is_copied(one: Any) -> bool:
     """Return whether the state of something is copied before a call."""
     if isinstance(one, torch.Tensor):
-        return one.nbytes <= _MOST_TENSOR_BYTES and not one.requires_grad
+        return one.layout is torch.strided and one.nbytes <= _MOST_TENSOR_BYTES and not one.requires_grad
     return not isinstance(one, tuple)
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotune.mechanics.memory_meter import content_bytes
+
 # Counts after which a model's modules are listed again, and the most steps without a count.
 _WALK_EVERY = 16
 # Counting may take this share of a run's time, or these seconds per step.
@@ -83,15 +85,18 @@ class HeldBytes:
         """Return what is held now."""
         if self._counts % _WALK_EVERY == 0:
             parts = (owner for part in self._model.modules() for owner in (part._parameters, part._buffers))
-            self._owners = [owner for owner in parts if owner]
+            # DeepSpeed's ZeRO-3 gathers weights when its own kind of dictionary is read.
+            self._owners = [owner for owner in parts if owner and type(owner) is dict]
         self._counts += 1
         met: set[int] = set()
         total = trained = 0
         for one in self._tensors():
             if id(one) not in met:
                 met.add(id(one))
-                total += one.nbytes
-                trained += one.nbytes if one.requires_grad else 0
+                # Only strided tensors know their bytes.
+                size = one.nbytes if one.layout is torch.strided else content_bytes([one])
+                total += size
+                trained += size if one.requires_grad else 0
         self._latest = Held(total, trained)
         return self._latest
 
