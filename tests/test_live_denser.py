@@ -187,7 +187,7 @@ class Grown(Loop):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(5)), nn.Linear(WIDTH, 1))
 
     def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-        raise NotImplementedError
+        """Change something before a step."""
 
     def loss(self, model: Any, rows: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(model(rows).square().mean())
@@ -251,9 +251,6 @@ class Collects(Grown):
 class Cut(Grown):
     """Batches that are long are cut by the loop."""
 
-    def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-        pass
-
     def given(self, batch: torch.Tensor, step: int) -> Any:
         return batch[: (4, 64, 16, 48, 8, 12, 64, 16, 40)[step % 9]]
 
@@ -283,9 +280,6 @@ class Middle(Grown):
 class Indexed(Grown):
     """A batch is an index of data of several sizes."""
 
-    def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-        pass
-
     def given(self, batch: torch.Tensor, step: int) -> Any:
         self.data = batch[: (16, 64, 32, 48)[step % 4]]
         return step % 4
@@ -302,9 +296,6 @@ class Carries(Grown):
     def model(self) -> nn.Module:
         self.memory = torch.zeros(0, WIDTH)
         return nn.Sequential(*(Remembers() for _ in range(5)), nn.Linear(WIDTH, 1))
-
-    def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-        pass
 
     def loss(self, model: Any, rows: torch.Tensor) -> torch.Tensor:
         memory, self.memory = self.memory, torch.cat([self.memory, rows.detach()[:16]])[-160:]

@@ -768,6 +768,25 @@ def test_repeatable_units_are_not_locked(name: str) -> None:
     assert bool(locks) == (name == "NamesAClass"), locks
 
 
+def warmed_up(model: nn.Module, begin: Callable[[int], object], *, attach: bool) -> None:
+    """Train for 16 steps, each after a call of ``begin``; attached, all that may be is recomputed."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    tuner = None
+    if attach:
+        tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=1, limits=RESTLESS, runs_dir=None)
+    for step in range(16):
+        begin(step)
+        batch = torch.randn(4, 8)
+        for rows in (batch,) if tuner is None else tuner.micro_batches(batch):
+            loss = model(rows).square().mean()
+            loss.backward() if tuner is None else tuner.backward(loss)
+        optimizer.step() if tuner is None else tuner.step()
+        optimizer.zero_grad()
+    if tuner is not None:
+        assert tuner.plan.recomputed
+        tuner.detach()
+
+
 class Statistics:
     """What a preconditioner's hooks keep: running means in place and anew, counts and a log, all after a warm-up."""
 
@@ -800,20 +819,7 @@ def noted_by_hooks(attach: bool) -> list[Any]:
     for one in parts:
         one.register_forward_hook(statistics.note)
         one.register_forward_pre_hook(count)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    tuner = None
-    if attach:
-        tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=1, limits=RESTLESS, runs_dir=None)
-    for statistics.step in range(16):
-        batch = torch.randn(4, 8)
-        for rows in (batch,) if tuner is None else tuner.micro_batches(batch):
-            loss = model(rows).square().mean()
-            loss.backward() if tuner is None else tuner.backward(loss)
-        optimizer.step() if tuner is None else tuner.step()
-        optimizer.zero_grad()
-    if tuner is not None:
-        assert tuner.plan.recomputed
-        tuner.detach()
+    warmed_up(model, lambda step: setattr(statistics, "step", step), attach=attach)
     means = [statistics.means[one].tolist() for one in parts]
     return [statistics.calls, counts, statistics.log, means, statistics.replaced.tolist()]
 
@@ -826,22 +832,12 @@ def test_what_hooks_begin_to_keep_after_a_warm_up_is_kept_once() -> None:
 def test_arrays_and_inner_objects_that_change_after_a_warm_up_change_once(attach: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(CountsInAnArray() for _ in range(2)), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    tuner = None
-    if attach:
-        tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=1, limits=RESTLESS, runs_dir=None)
-    for number in range(16):
+
+    def begin(step: int) -> None:
         for block in list(model)[:2]:
-            block.counts = number >= 6
-        batch = torch.randn(4, 8)
-        for rows in (batch,) if tuner is None else tuner.micro_batches(batch):
-            loss = model(rows).square().mean()
-            loss.backward() if tuner is None else tuner.backward(loss)
-        optimizer.step() if tuner is None else tuner.step()
-        optimizer.zero_grad()
-    if tuner is not None:
-        assert tuner.plan.recomputed
-        tuner.detach()
+            block.counts = step >= 6
+
+    warmed_up(model, begin, attach=attach)
     assert [block.counted() for block in list(model)[:2]] == [[10] * 8] * 2
 
 

@@ -71,11 +71,12 @@ def to_python(plan: Plan, job: Job, reference: str, ranks: int = 1) -> Export:
 
     Raises:
         InputError: if the reference is empty.
-        PlanError: if the plan's mesh is for another number of ranks, or needs a scaled loss on several.
+        PlanError: if a batch has fewer samples than ranks, or if the plan's mesh is for another number of ranks, or needs
+            a scaled loss on several.
     """
     if not reference:
         raise InputError("a job was given without its reference", where="export", allowed="what load_job takes")
-    mesh = None if ranks == 1 else _mesh_of(plan, ranks)
+    mesh = None if ranks == 1 else _mesh_of(plan, job, ranks)
     # The repr of a number of another library names its type; JSON makes it a plain number.
     document = json.loads(json.dumps(plan.to_json()))
     script = _SCRIPT.format(
@@ -115,8 +116,11 @@ _EVALUATED_ON_RANKS = [
 ]
 
 
-def _mesh_of(plan: Plan, ranks: int) -> Mesh:
+def _mesh_of(plan: Plan, job: Job, ranks: int) -> Mesh:
     """Return the layout of the ranks: the plan's, or shards alone."""
+    if ranks > job.batch_size:
+        problem = f"batch_size is {job.batch_size}, and --ranks is {ranks}"
+        raise PlanError(problem, where="export", allowed="at least one sample for each rank")
     mesh = plan.launch.layout or Mesh(shard=ranks)
     if mesh.ranks != ranks:
         problem = f"the plan's mesh {mesh} is for {mesh.ranks} ranks, and --ranks is {ranks}"
