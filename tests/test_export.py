@@ -311,7 +311,7 @@ def test_script_for_ranks_rejects_other_meshes_and_fp16() -> None:
         export(plan, job, "python", ranks=3, reference="x")
     with pytest.raises(PlanError, match="ranks would have to agree on which fp16 gradients overflowed"):
         export(scaled(plan), job, "python", ranks=2, reference="x")
-    with pytest.raises(PlanError, match="and --ranks is 3000 .allowed: at least one sample for each rank"):
+    with pytest.raises(PlanError, match=r"and --ranks is 3000 .allowed: at least one sample for each rank"):
         export(plan, job, "python", ranks=3000, reference="x")
 
 

@@ -71,8 +71,8 @@ def to_python(plan: Plan, job: Job, reference: str, ranks: int = 1) -> Export:
 
     Raises:
         InputError: if the reference is empty.
-        PlanError: if a batch has fewer samples than ranks, or if the plan's mesh is for another number of ranks, or needs
-            a scaled loss on several.
+        PlanError: if a batch has fewer samples than ranks, or if the plan is for another number of ranks, or needs a
+            scaled loss on several.
     """
     if not reference:
         raise InputError("a job was given without its reference", where="export", allowed="what load_job takes")
