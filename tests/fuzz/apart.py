@@ -140,7 +140,7 @@ def _asked_to_write(arguments: Sequence[str], root: Path) -> list[str]:
     words = " ".join(arguments).replace("--runs-dir=", "--runs-dir ").split(" ")
     named = [guard.real_path(root / "work" / then) for word, then in pairwise(words) if word == "--runs-dir" and then]
     paths = [Path(path) for path in named if path is not None]
-    nearest = [next(parent for parent in (path, *path.parents) if parent.exists()) for path in paths]
+    nearest = [next(parent for parent in (path, *path.parents) if os.access(parent, os.F_OK)) for path in paths]
     return [*(f"{path}/" for path in paths), *(str(parent / ".autotune-") for parent in nearest)]
 
 
