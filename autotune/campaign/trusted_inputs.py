@@ -87,6 +87,10 @@ class TrustedInputs:
                 f"its arm {name[:200]!r} is {kind}, which is not opened because only the run's own files request it",
                 "--arms with the arms of the original command",
             )
+        self.refuse_other_arms(recorded)
+
+    def refuse_other_arms(self, recorded: Sequence[str]) -> None:
+        """Check that the caller names only arms that the run has."""
         given = {canonical(name.strip(), where="--arms") for name in self.arms if name.strip()}
         extra = sorted(given - {*recorded, "baseline"})
         if extra:

@@ -156,6 +156,8 @@ def _resumed(path: Path, trusted: TrustedInputs, reporter: Reporter) -> dict[str
     if found.has(result_name(found.config, str(path))):
         if isinstance(found.config, TuneConfig | CompareConfig):
             _require_job_of(found, [as_requested(load_job(given), found.config.asked) for given in trusted.jobs])
+        if isinstance(found.config, CompareConfig | JobsConfig):
+            replace(trusted, run=path).refuse_other_arms(found.config.arms)
         return result_of(found, found.config)
     trusted = replace(trusted, run=path)
     with RunDirectory.take_up(path) as run, _naming(path):
