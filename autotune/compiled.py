@@ -1,4 +1,4 @@
-"""Compile a module's forward in place, so that the module can still be copied and pickled."""
+"""Compile a module's forward in place, so that the module can still be copied and pickled; tell compiled modules."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ class CompiledForward:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the module's plain forward, so that loading does not need this package."""
         return getattr, (self._module, "forward")
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called: its calls then run code that was compiled from its forward."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of a module run compiled code, after ``torch.compile(module)`` or ``module.compile()``."""
+    return type(module).__name__ == "OptimizedModule" or is_compiled_in_place(module)

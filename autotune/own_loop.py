@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from autotune.compiled import is_compiled
 from autotune.errors import JobError
 from autotune.host_generators import Draws
 from autotune.job import Job
@@ -347,7 +348,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
 def _check_model(model: Any, optimizer: Any) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise JobError(f"model is in {type(model).__name__}", where=WHERE, allowed="the module in it: model.module")
-    if isinstance(model, torch._dynamo.OptimizedModule):
+    if is_compiled(model):
         raise JobError(
             "model is compiled as a whole", where=WHERE, allowed="the module before torch.compile, with +compile"
         )

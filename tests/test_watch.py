@@ -121,6 +121,14 @@ class Run:
 
 
 @pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Let child processes be interrupted, which a shell's jobs in the background, and their children, are not."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     found = Run(tmp_path / "runs")
     yield found
@@ -372,6 +380,7 @@ def test_output_that_is_not_a_terminal_gets_a_line_per_decision(run: Run) -> Non
 
 
 @pytest.mark.parametrize("is_screen", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("interrupts")
 def test_killed_run_is_watched_until_an_interrupt(tmp_path: Path, terminal: Terminal, *, is_screen: bool) -> None:
     folder = written(tmp_path / "run", ATTACHED, DECISION)
     hour_ago = time.time() - 3600

@@ -18,6 +18,7 @@ from torch import nn
 
 from autotune.agents.policy import PlanningPolicy
 from autotune.choices import DEFAULT_STORAGES, Storage
+from autotune.compiled import is_compiled
 from autotune.errors import AttachError, InputError, JobError
 from autotune.live.agreement import common_precisions
 from autotune.live.argument_checks import (
@@ -322,7 +323,7 @@ def _unfit(space: PlanSpace, model: nn.Module, inner: nn.Module, sharded: Sharde
         return "the model has no run of like blocks, and no part to tune"
     if is_flattened(inner):
         return "FullyShardedDataParallel gathers flattened weights by hooks of its own (fully_shard() does not)"
-    if _is_compiled_whole(model, inner):
+    if is_compiled(model) or is_compiled(inner):
         return "the model is compiled as a whole, and a switch would compile it again"
     if sharded is not None and sharded.stage == 3:
         return "ZeRO stage 3 gathers weights by hooks in each unit"
@@ -407,10 +408,3 @@ def _bucket_bytes(model: nn.Module) -> int:
     if not isinstance(model, nn.parallel.DistributedDataParallel) or model.gradient_as_bucket_view:
         return 0
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-
-
-def _is_compiled_whole(model: nn.Module, inner: nn.Module) -> bool:
-    return any(
-        type(one).__name__ == "OptimizedModule" or getattr(one, "_compiled_call_impl", None) is not None
-        for one in (model, inner)
-    )

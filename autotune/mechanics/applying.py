@@ -6,6 +6,7 @@ import logging
 
 from torch import nn
 
+from autotune.compiled import is_compiled
 from autotune.errors import PlanError
 from autotune.mechanics import controls
 from autotune.plan import Plan, Precision, Storage, told_unnamed
@@ -55,9 +56,7 @@ def _compiled(model: nn.Module, plan: Plan) -> str | None:
     ]
     for name, module in model.named_modules(remove_duplicate=False):
         within = any(not name or unit == name or unit.startswith(f"{name}.") for unit in changed)
-        if within and (
-            getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
-        ):
+        if within and is_compiled(module):
             return str(name)
     return None
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotune.compiled import is_compiled_in_place
 from autotune.errors import PlanError
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.ambient import interception, recorded, transformed
@@ -140,8 +141,8 @@ class Switcher:
         self._attributes: list[dict[str, Any]] = []
 
     def count(self, names: Iterable[str]) -> None:
-        """Count the calls of units from now on, under every plan."""
-        self._counted = tuple(names)
+        """Count the calls of units from now on, under every plan, but for units compiled in place, whose calls hide."""
+        self._counted = tuple(name for name in names if not is_compiled_in_place(self._modules[name]))
 
     def calls(self) -> dict[str, list[int]]:
         """Return the calls of each counted unit in training since this method was last called.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -68,6 +68,7 @@ _MOST_KINDS = 4096
 _FROZEN_BYTES = 2**25
 
 TensorCopy = Callable[[torch.Tensor], torch.Tensor]
+_T = TypeVar("_T")
 
 
 class CopyError(Exception):
@@ -102,31 +103,28 @@ class Copier:
             raise CopyError(type(value).__name__) from error
 
     def _copied(self, value: Any) -> Any:
-        if type(value) in _SCALARS or _is_shared(value) or _belongs_to_process(value):
+        way = _WAYS[type(value)]
+        if way is None:
             return value
         if id(value) in self._known:
             return self._known[id(value)]
         if len(self._originals) >= _MOST_OBJECTS:
             raise CopyError(f"{type(value).__name__} that leads to {_MOST_OBJECTS} others")
-        if isinstance(value, torch.Tensor):
-            made = self.know(value, self._tensor(value))
-            if made is not value and (isinstance(value, nn.Parameter) or has_scalar_attributes(value)):
-                self._copy_attributes(value, made)
-            return made
-        if isinstance(value, torch.Generator):
-            return self.know(value, value.clone_state())
-        if isinstance(value, MethodType | BuiltinFunctionType | functools.partial):
-            return self.know(value, self._callable(value))
-        if isinstance(value, _CONTAINERS):
-            return self._container(value)
-        return self._object(value)
+        return way(self, value)
 
-    def _object(self, value: Any) -> Any:
-        if _is_named(value):
-            return value
-        return self._plain_object(value) if _is_plain(value) else self._otherwise(value)
+    def _tensor_copy(self, value: Any) -> Any:
+        made = self.know(value, self._tensor(value))
+        if made is not value and (isinstance(value, nn.Parameter) or has_scalar_attributes(value)):
+            self._copy_attributes(value, made)
+        return made
+
+    def _generator(self, value: Any) -> Any:
+        return self.know(value, value.clone_state())
 
     def _callable(self, value: Any) -> Any:
+        return self.know(value, self._bound_again(value))
+
+    def _bound_again(self, value: Any) -> Any:
         if isinstance(value, functools.partial):
             return functools.partial(value.func, *self._copied(value.args), **self._copied(value.keywords))
         owner = value.__self__
@@ -150,7 +148,7 @@ class Copier:
             self._copy_attributes(value, made)
             return made
         # A shallow copy keeps what a subclass stores besides its items.
-        made = self.know(value, copy.copy(value))
+        made = self.know(value, value.copy() if type(value) in (list, dict) else copy.copy(value))
         if has_scalars_only(value):
             pass
         elif isinstance(value, dict):
@@ -166,6 +164,8 @@ class Copier:
         return made
 
     def _plain_object(self, value: Any) -> Any:
+        if _is_named(value):
+            return value
         # An object of the user's own class is made without calling its constructor.
         kind = type(value)
         made = self.know(value, SimpleNamespace() if kind is SimpleNamespace else object.__new__(kind))
@@ -176,9 +176,11 @@ class Copier:
         if type(value) not in _PLAIN_CONTAINERS and hasattr(value, "__dict__"):
             own = vars(made)
             for name, item in vars(value).items():
-                own[name] = item if type(item) in _SCALARS else self._copied(item)
+                own[name] = self._copied(item)
 
     def _otherwise(self, value: Any) -> Any:
+        if _is_named(value):
+            return value
         try:
             made = copy.deepcopy(value, dict(self._known))
         except any_error() as error:
@@ -351,7 +353,7 @@ def _is_unchanged(value: Any, copy: Any, met: set[int]) -> bool:
         if len(value) != len(copy):
             return False
         pairs = list(zip(value, copy, strict=True))
-    elif _is_plain(value) or slots_of(type(value)):
+    elif _IS_PLAIN[type(value)] or _SLOTS[type(value)]:
         pairs = []
     else:
         return False
@@ -374,7 +376,7 @@ def _state(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
         # It cannot change, only be replaced.
         yield path, value
         return
-    if _is_shared(value) or _belongs_to_process(value) or id(value) in met or len(met) > _MOST_OBJECTS:
+    if _is_shared(value) or _belongs_to_process(type(value)) or id(value) in met or len(met) > _MOST_OBJECTS:
         return
     met.add(id(value))
     if isinstance(value, torch.Tensor):
@@ -446,7 +448,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     if isinstance(value, MethodType):
         return {}
     found = dict(own_dict(value))
-    for name in slots_of(type(value)):
+    for name in _SLOTS[type(value)]:
         # A slot may be empty.
         with suppress(AttributeError):
             found[name] = object.__getattribute__(value, name)
@@ -467,6 +469,10 @@ def own_dict(value: Any) -> dict[str, Any]:
 
 def slots_of(kind: type) -> list[str]:
     """Return the names of a class's slots, without those of torch's, numpy's and python's own classes."""
+    return _SLOTS[kind]
+
+
+def _slots_of(kind: type) -> list[str]:
     found: list[str] = []
     for base in kind.__mro__:
         own = vars(base).get("__slots__", ())
@@ -475,16 +481,10 @@ def slots_of(kind: type) -> list[str]:
     return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether all state of an object is in its ``__dict__``."""
-    if isinstance(value, nn.Module):
-        return not isinstance(value, torch.jit.ScriptModule)
-    return _IS_PLAIN[type(value)]
-
-
-def _is_plain_kind(kind: type) -> bool:
-    if kind is SimpleNamespace:
-        return True
+def _is_plain(kind: type) -> bool:
+    """Return whether all state of a class's objects is in their ``__dict__``."""
+    if kind is SimpleNamespace or issubclass(kind, nn.Module):
+        return not issubclass(kind, torch.jit.ScriptModule)
     return (
         any("__dict__" in vars(base) for base in kind.__mro__)
         and not hasattr(kind, "__deepcopy__")
@@ -512,35 +512,50 @@ class _Plain:
     pass
 
 
-class _ByKind(dict[type, bool]):
+class _ByKind(dict[type, _T]):
     """A property of types, found once for each type; types that no longer exist are dropped from time to time.
 
     Args:
         find: returns the property of a type.
     """
 
-    def __init__(self, find: Callable[[type], bool]) -> None:
+    def __init__(self, find: Callable[[type], _T]) -> None:
         super().__init__()
         self._find = find
 
-    def __missing__(self, kind: type) -> bool:
+    def __missing__(self, kind: type) -> _T:
         if len(self) > _MOST_KINDS:
             self.clear()
         found = self[kind] = self._find(kind)
         return found
 
 
+def _way(kind: type) -> Callable[[Copier, Any], Any] | None:
+    """Return how objects of a type are copied; ``None`` for those that copies share."""
+    if _IS_SHARED[kind] or _belongs_to_process(kind):
+        return None
+    ways = (
+        (torch.Tensor, Copier._tensor_copy),
+        (torch.Generator, Copier._generator),
+        ((MethodType, BuiltinFunctionType, functools.partial), Copier._callable),
+        (_CONTAINERS, Copier._container),
+    )
+    found = next((way for kinds, way in ways if issubclass(kind, kinds)), None)
+    return found or (Copier._plain_object if _IS_PLAIN[kind] else Copier._otherwise)
+
+
+def _belongs_to_process(kind: type) -> bool:
+    """Return whether objects of a type represent something that exists once per process."""
+    own = issubclass(kind, torch.Tensor | torch.Generator | nn.Module)
+    return not own and kind.__module__.startswith(_OF_THE_PROCESS)
+
+
 _IS_SHARED = _ByKind(lambda kind: kind is object or issubclass(kind, _SHARED))
-_IS_PLAIN = _ByKind(_is_plain_kind)
+_IS_PLAIN = _ByKind(_is_plain)
+_SLOTS = _ByKind(_slots_of)
+_WAYS = _ByKind(_way)
 # By name of a module, the number of its globals and the ids of their values.
 _GLOBALS: dict[str, tuple[int, frozenset[int]]] = {}
 _PLAIN_REDUCTION: tuple[Any, Any] = (object.__reduce_ex__, object.__reduce__)
 # Size of an object with a ``__dict__`` and weak references, and no further data in C.
 _PLAIN_SIZE = _Plain.__basicsize__
-
-
-def _belongs_to_process(value: Any) -> bool:
-    """Return whether an object represents something that exists once per process."""
-    if isinstance(value, torch.Tensor | torch.Generator | nn.Module):
-        return False
-    return type(value).__module__.startswith(_OF_THE_PROCESS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from autotune.mechanics.buffers import version_of
 from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, has_scalars_only, own_dict
 
 _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
+# Containers in which functions of torch are given tensors.
+_NESTS = (list, tuple, dict)
 # Containers that a call may change, and how many of their items are copied at each call.
 _MUTABLE = (list, dict, set, deque)
 _MOST_ITEMS, _MOST_SCALARS = 256, 4096
@@ -136,20 +138,13 @@ class Reads(TorchFunctionMode):
         return without_graph(tensor) if id(tensor) in self.used else torch.Tensor._make_subclass(Absent, torch.empty(0))
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if len(self.used) < len(self.tensors):
-            self._note(args)
-            if kwargs:
-                self._note(kwargs.values())
-        return function(*args, **(kwargs or {}))
-
-    def _note(self, values: Iterable[Any]) -> None:
-        """Note which of the tensors are among values, or in containers among them."""
-        for one in values:
-            if isinstance(one, torch.Tensor):
-                if id(one) in self.tensors:
-                    self.used.add(id(one))
-            elif isinstance(one, list | tuple | dict):
+        kwargs = kwargs or {}
+        for one in (*args, *kwargs.values()):
+            if id(one) in self.tensors:
+                self.used.add(id(one))
+            elif isinstance(one, _NESTS):
                 self.used.update(id(leaf) for leaf in tree_leaves(one) if id(leaf) in self.tensors)
+        return function(*args, **kwargs)
 
 
 class Absent(torch.Tensor):

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotune.compiled import CompiledForward
+from autotune.compiled import CompiledForward, is_compiled
 from autotune.mechanics.activations import Recomputation
 from autotune.mechanics.compressed import mask_from_bits, mask_in_bits
 from autotune.mechanics.devices import accelerator_kind
@@ -337,7 +337,7 @@ _STRANGER = _Value(-1, (), None, 0, None)
 def has_compiled_code(module: nn.Module) -> bool:
     """Return whether a part of a module is compiled, or names a compiled function: a mode would run it uncompiled."""
     for part in module.modules():
-        if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
+        if is_compiled(part):
             return True
         own = vars(part).get("forward")
         if isinstance(getattr(own, "original", own), CompiledForward):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotune.compiled import is_compiled_in_place
 from autotune.mechanics import randomness
 from autotune.mechanics.activations import WRITTEN, hooks_within
 from autotune.mechanics.ambient import interception, recorded, runs_backward, saving_hook
@@ -228,7 +229,7 @@ def _norms(module: nn.Module) -> dict[int, str]:
 
 def structural_lock(module: nn.Module) -> str | None:
     """Return why a unit cannot be recomputed, as known without a probe; ``None`` if there is no such reason."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    if is_compiled_in_place(module):
         return "it is compiled in place; compile it as `block = torch.compile(block)` instead"
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     if any(isinstance(part, sharded) for part in module.modules() if part is not module):
