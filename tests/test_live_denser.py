@@ -248,6 +248,42 @@ class Collects(Grown):
                 optimizer.state[one]["slow"] = one.detach().clone()
 
 
+class Attends(Block):
+    """A block that attends to a bank of its own."""
+
+    bank: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x + 0.1 * torch.softmax(x @ self.bank.T, -1) @ self.bank
+
+
+class Banks(Grown):
+    """Buffers grow to which units attend, so that what they compute grows as well."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(Attends() for _ in range(4)), nn.Linear(WIDTH, 1))
+
+    def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step in (AT, AT + 8):
+            for block in model[:4]:
+                block.bank = torch.cat([block.bank, torch.randn(48, WIDTH)])
+
+
+class History(Grown):
+    """The optimizer begins to keep a history in lists."""
+
+    def before(self, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step >= AT:
+            for one in model.parameters():
+                found = optimizer.state[one].setdefault("history", {}).setdefault("gradients", [])
+                found[:] = [*found, one.detach().clone()][-4:]
+
+
 class Cut(Grown):
     """Batches that are long are cut by the loop."""
 
@@ -310,10 +346,18 @@ class Remembers(Block):
         return whole[-len(x) :]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("loop", "surprises"),
-    [(Refined(), ()), (Collects(), ()), (Middle(), (AT,)), (Indexed(), ()), (Carries(), range(11))],
+    [
+        (Refined(), ()),
+        (Banks(), ()),
+        (History(), ()),
+        (Collects(), ()),
+        (Middle(), (AT,)),
+        (Indexed(), ()),
+        (Carries(), range(11)),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_grows_between_steps_is_noticed_before_the_next_one(

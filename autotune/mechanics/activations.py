@@ -16,6 +16,7 @@ import itertools
 import logging
 import operator
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ logger = logging.getLogger(__name__)
 WRITTEN = "its inputs are written to in place before its backward pass"
 _OVERWRITTEN = "its weights or other tensors were written to between its forward and its backward pass"
 _DIFFERS = "recomputed, it did not repeat its forward pass"
+# OrderedDict holds the hooks. Dictionaries of other classes may do anything when they are read.
+_PLAIN_DICTS = (dict, OrderedDict)
 # First calls in which writes to saved tensors are looked for, and the most shapes of arguments that are told apart.
 _LOOKED_AT, _MOST_SHAPES = 16, 1000
 
@@ -114,7 +117,7 @@ class _Again(AbstractContextManager[None]):
         self.kept: Kept | None = None
         # Dictionaries of the module's parts, with their contents: each part's ``__dict__``, by place, then all others.
         self._own: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
-        self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._then: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         # Each weight, and whether it required a gradient.
         self._weights: list[tuple[nn.Parameter, bool]] = []
         for place, part in enumerate(parts):
@@ -123,9 +126,9 @@ class _Again(AbstractContextManager[None]):
                 then = {**part.__dict__, **self.objects.attributes.get(place, {})}
                 self._own.append((place, part.__dict__, then))
                 # This restores which buffers there were; their values are restored separately.
-                self._then += [
-                    (held, held.copy()) for held in (part._modules, part._buffers) if type(held) is dict and held
-                ]
+                held_by_part: tuple[dict[Any, Any], ...]
+                held_by_part = (part._modules, part._buffers, part._forward_hooks, part._forward_pre_hooks)
+                self._then += [(held, held.copy()) for held in held_by_part if type(held) in _PLAIN_DICTS and held]
                 # torch.func.functional_call runs a module with weights other than its own. A dictionary of another
                 # class is left out: DeepSpeed's ZeRO-3 gathers a weight when its dictionary is read.
                 if part._parameters and type(part._parameters) is dict:
@@ -137,7 +140,8 @@ class _Again(AbstractContextManager[None]):
             values = held.items()
             then = {name: without_graph(one) if isinstance(one, torch.Tensor) else one for name, one in values}
             self._then.append((held, then))
-        found = (state_of_hooks(parts[1:]), state_of_attributes(own))
+        bar = recomputation.bar_late
+        found = (state_of_hooks(parts[1:], bar), state_of_attributes(own, bar))
         self._reached = [state for state in found if state is not None]
         tensors = _tensors_of(parts)
         self._versions = [(one, version_of(one)) for one in tensors]
@@ -199,7 +203,7 @@ class _Again(AbstractContextManager[None]):
         for place, _, then in self._own:
             then.update(self.objects.attributes.get(place, {}))
 
-    def _made_again(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def _made_again(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Return each dictionary of the parts with its recorded contents, with new copies of objects at each call."""
         alive = {place: found() for place, found in self.originals.items()}
         # If argument tensors have been written to, objects must be copied, so that they refer to the tensors' copies.
@@ -327,7 +331,7 @@ def _put_flags(wanted: list[Any]) -> None:
         ambient.put(wanted, present)
 
 
-def _restore(former: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def _restore(former: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
     """Restore the contents of dictionaries that have changed."""
     for own, then in former:
         if not _holds(own, then):
@@ -335,7 +339,7 @@ def _restore(former: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
             own.update(then)
 
 
-def _holds(own: dict[str, Any], then: dict[str, Any]) -> bool:
+def _holds(own: dict[Any, Any], then: dict[Any, Any]) -> bool:
     """Return whether two dictionaries have the same objects as values, in the same order."""
     return len(own) == len(then) and all(map(operator.is_, own.values(), then.values()))
 
@@ -396,13 +400,17 @@ class _Call:
         found = list(leaves[: self.shape.num_leaves]) if self.kept is None else self.kept.leaves()
         for place, value in (*self.tensors.items(), *self.again.handed.items()):
             found[place] = value
-        for place, attributes in self.attributes.items():
-            vars(found[place]).update(attributes)
         if self.held is not None and self.held.written:
             self.again.recomputation.bar_late(WRITTEN)
         args, kwargs = tree_unflatten(found, self.shape)
-        with muted():
-            return self.forward(*args, **kwargs)
+        owns = [(vars(found[place]), attributes) for place, attributes in self.attributes.items()]
+        present = [(own, own.copy()) for own, _ in owns]
+        _restore([(own, {**own, **attributes}) for own, attributes in owns])
+        try:
+            with muted():
+                return self.forward(*args, **kwargs)
+        finally:
+            _restore(present)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[None]]:
         """Return the contexts of the first run and of the later ones."""

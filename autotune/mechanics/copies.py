@@ -11,6 +11,7 @@ import copy
 import functools
 import io
 import random
+import struct
 import sys
 import threading
 import weakref
@@ -18,7 +19,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,6 +63,8 @@ _COMPILER_MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")
 _OF_THE_PROCESS = ("torch._C", "torch.distributed", "contextvars", "_contextvars", "logging")
 # Most objects in one copy; an object that leads to more probably leads to the whole program.
 _MOST_OBJECTS = 50_000
+# Packages whose classes' slots hold nothing that a pass changes.
+_WITHOUT_SLOTS = ("torch", "builtins", "numpy", "collections")
 # Most types whose properties are remembered.
 _MOST_KINDS = 4096
 # Frozen parameters up to this size in bytes (codebooks, running averages) are copied: a forward pass may write to them.
@@ -149,11 +152,13 @@ class Copier:
             return made
         # A shallow copy keeps what a subclass stores besides its items.
         made = self.know(value, value.copy() if type(value) in (list, dict) else copy.copy(value))
-        if has_scalars_only(value):
+        if has_scalars_only(value) and (not isinstance(value, dict) or _SCALARS.issuperset(map(type, value))):
             pass
         elif isinstance(value, dict):
+            kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+            kind.clear(made)
             for key, item in value.items():
-                dict.__setitem__(made, key, self._copied(item))
+                kind.__setitem__(made, self._copied(key), self._copied(item))
         elif isinstance(value, set):
             made.clear()
             made.update(self._copied(item) for item in value)
@@ -173,18 +178,32 @@ class Copier:
         return made
 
     def _copy_attributes(self, value: Any, made: Any) -> None:
-        if type(value) not in _PLAIN_CONTAINERS and hasattr(value, "__dict__"):
-            own = vars(made)
-            for name, item in vars(value).items():
-                own[name] = self._copied(item)
+        if type(value) in _PLAIN_CONTAINERS:
+            return
+        held = own_dict(value)
+        if held is value:
+            # A dictionary whose items are its attributes as well.
+            object.__setattr__(made, "__dict__", made)
+            return
+        own = own_dict(made)
+        for name, item in held.items():
+            own[name] = self._copied(item)
+        for slot in _SLOTS[type(value)].values():
+            # A slot may be empty.
+            with suppress(AttributeError):
+                slot.__set__(made, self._copied(slot.__get__(value)))
 
     def _otherwise(self, value: Any) -> Any:
         if _is_named(value):
             return value
+        memo = dict(self._known)
         try:
-            made = copy.deepcopy(value, dict(self._known))
+            made = copy.deepcopy(value, memo)
         except any_error() as error:
             raise CopyError(type(value).__name__) from error
+        # Parts of it may be referred to from elsewhere, too; deepcopy keeps a list of the originals.
+        self._originals += memo.pop(id(memo), [])
+        self._known = memo
         if made is value and not isinstance(value, random.Random):
             # An object that is its own deep copy is a constant.
             return self.know(value, value)
@@ -346,14 +365,14 @@ def _is_unchanged(value: Any, copy: Any, met: set[int]) -> bool:
         return bool(value == copy)
     met.add(id(value))
     if isinstance(value, dict):
-        if list(value) != list(copy):
+        if len(value) != len(copy):
             return False
-        pairs = list(zip(value.values(), copy.values(), strict=True))
+        pairs = [*zip(value, copy, strict=True), *zip(value.values(), copy.values(), strict=True)]
     elif isinstance(value, list | tuple | deque):
         if len(value) != len(copy):
             return False
         pairs = list(zip(value, copy, strict=True))
-    elif _IS_PLAIN[type(value)] or _SLOTS[type(value)]:
+    elif _IS_PLAIN[type(value)] or has_slots(type(value)):
         pairs = []
     else:
         return False
@@ -448,11 +467,29 @@ def attributes_of(value: Any) -> dict[str, Any]:
     if isinstance(value, MethodType):
         return {}
     found = dict(own_dict(value))
-    for name in _SLOTS[type(value)]:
+    for name, slot in _SLOTS[type(value)].items():
         # A slot may be empty.
         with suppress(AttributeError):
-            found[name] = object.__getattribute__(value, name)
+            found[name] = slot.__get__(value)
     return found
+
+
+def put_attribute(value: Any, name: str, item: Any) -> None:
+    """Set an attribute in an object's ``__dict__`` or slot, without running code of its class."""
+    slot = _SLOTS[type(value)].get(name)
+    if slot is None:
+        own_dict(value)[name] = item
+    else:
+        slot.__set__(value, item)
+
+
+def delete_attribute(value: Any, name: str) -> None:
+    """Delete an attribute from an object's ``__dict__`` or slot, without running code of its class."""
+    slot = _SLOTS[type(value)].get(name)
+    if slot is None:
+        own_dict(value).pop(name, None)
+    else:
+        slot.__delete__(value)
 
 
 def own_dict(value: Any) -> dict[str, Any]:
@@ -467,18 +504,16 @@ def own_dict(value: Any) -> dict[str, Any]:
     return found
 
 
-def slots_of(kind: type) -> list[str]:
-    """Return the names of a class's slots, without those of torch's, numpy's and python's own classes."""
-    return _SLOTS[kind]
+def has_slots(kind: type) -> bool:
+    """Return whether objects of a class have slots, apart from those of torch's, numpy's and python's own classes."""
+    return bool(_SLOTS[kind])
 
 
-def _slots_of(kind: type) -> list[str]:
-    found: list[str] = []
-    for base in kind.__mro__:
-        own = vars(base).get("__slots__", ())
-        if base.__module__.partition(".")[0] not in ("torch", "builtins", "numpy", "collections"):
-            found += [own] if isinstance(own, str) else own
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+def _slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    """Return the descriptors of a class's slots by name, as the class stores it: private names are longer there."""
+    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _WITHOUT_SLOTS)
+    members = ((name, one) for base in own if "__slots__" in vars(base) for name, one in vars(base).items())
+    return {name: one for name, one in members if isinstance(one, MemberDescriptorType)}
 
 
 def _is_plain(kind: type) -> bool:
@@ -486,18 +521,17 @@ def _is_plain(kind: type) -> bool:
     if kind is SimpleNamespace or issubclass(kind, nn.Module):
         return not issubclass(kind, torch.jit.ScriptModule)
     return (
-        any("__dict__" in vars(base) for base in kind.__mro__)
+        (any("__dict__" in vars(base) for base in kind.__mro__) or has_slots(kind))
         and not hasattr(kind, "__deepcopy__")
         and getattr(kind, "__reduce_ex__", None) is _PLAIN_REDUCTION[0]
         and getattr(kind, "__reduce__", None) is _PLAIN_REDUCTION[1]
-        and kind.__basicsize__ <= _PLAIN_SIZE
-        and not any("__slots__" in vars(base) and vars(base)["__slots__"] for base in kind.__mro__)
+        and kind.__basicsize__ <= _PLAIN_SIZE + _POINTER * len(_SLOTS[kind])
     )
 
 
 def _is_named(value: Any) -> bool:
-    """Return whether an object is a global of its class's module, such as a sentinel that code compares by identity."""
-    if isinstance(value, nn.Module):
+    """Return whether an object without state is a global of its class's module: code compares sentinels by identity."""
+    if isinstance(value, nn.Module) or own_dict(value) or has_slots(type(value)):
         return False
     held = vars(sys.modules.get(type(value).__module__) or _Plain)
     length, ids = _GLOBALS.get(type(value).__module__, (0, frozenset[int]()))
@@ -557,5 +591,5 @@ _WAYS = _ByKind(_way)
 # By name of a module, the number of its globals and the ids of their values.
 _GLOBALS: dict[str, tuple[int, frozenset[int]]] = {}
 _PLAIN_REDUCTION: tuple[Any, Any] = (object.__reduce_ex__, object.__reduce__)
-# Size of an object with a ``__dict__`` and weak references, and no further data in C.
-_PLAIN_SIZE = _Plain.__basicsize__
+# Sizes of an object with a ``__dict__`` and weak references, and no further data in C, and of a slot.
+_PLAIN_SIZE, _POINTER = _Plain.__basicsize__, struct.calcsize("P")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from argparse import Namespace
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,17 @@ import torch
 from torch import nn
 
 from autotune.mechanics.buffers import version_of
-from autotune.mechanics.copies import attributes_of
-from autotune.mechanics.seen_state import Seen, object_seen, snapshot_of
+from autotune.mechanics.copies import attributes_of, own_dict
+from autotune.mechanics.loop_signals import any_error
+from autotune.mechanics.seen_state import Seen, cell_seen, object_seen, snapshot_of
 
-_CONTAINERS = (list, dict, set, deque, tuple)
+_CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque, tuple, frozenset)
+# Containers that cannot change, but their items can.
+_CONSTANT = (tuple, frozenset)
+# Code that may hold state.
+_CODE = (FunctionType, MethodType, functools.partial)
+# Classes of Python whose objects hold what users put in them.
+_OPEN = (SimpleNamespace, Namespace, UserDict, UserList)
 # The most objects that are looked at, and the most items of all of them.
 _MOST_OBJECTS, _MOST_ITEMS = 256, 4096
 # Larger arrays, and tensors, are not copied before each call.
@@ -41,15 +49,15 @@ class ReachedState:
     """What roots lead to, apart from modules, at the time of a call.
 
     Args:
-        roots: objects, containers, arrays and tensors.
-        restores: whether a second pass is to see the state as it is now; otherwise its changes are undone alone.
+        roots: objects, functions, containers, arrays and tensors.
+        failed: called with the reason if something cannot be restored.
     """
 
-    def __init__(self, roots: Sequence[Any], *, restores: bool) -> None:
-        self._roots = roots
+    def __init__(self, roots: Sequence[Any], failed: Callable[[str], None]) -> None:
+        self._roots, self._failed = roots, failed
         found = _reached(roots)
         self._versions = {id(one): version_of(one) for one in found if isinstance(one, torch.Tensor)}
-        self._then = [_without_graphs(_seen(one)) for one in found if _is_copied(one)] if restores else []
+        self._then = [_without_graphs(seen) for one in found if _is_copied(one) for seen in _seen(one)]
         self._written: list[torch.Tensor] = []
 
     def has_run(self) -> bool:
@@ -61,60 +69,76 @@ class ReachedState:
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Run the second pass in the body; then the present state is restored."""
-        values = [one for one in _reached(self._roots) if not isinstance(one, torch.Tensor | tuple)]
-        present = [_seen(one) for one in (*values, *self._written)]
-        for one in self._then:
-            if not one.is_same():
-                one.put(one.then)
+        values = [one for one in _reached(self._roots) if not isinstance(one, torch.Tensor) and _is_copied(one)]
+        present = [seen for one in (*values, *self._written) for seen in _seen(one)]
+        self._restore(self._then)
         try:
             yield
         finally:
-            for one in present:
+            self._restore(present)
+
+    def _restore(self, states: Sequence[Seen]) -> None:
+        for one in states:
+            try:
                 if not one.is_same():
                     one.put(one.then)
+            except any_error() as error:  # raised by code of the user's classes
+                self._failed(f"what an object of it holds cannot be restored ({type(error).__name__}: {error})")
 
 
-def state_of_hooks(parts: Sequence[nn.Module]) -> ReachedState | None:
+def state_of_hooks(parts: Sequence[nn.Module], failed: Callable[[str], None]) -> ReachedState | None:
     """Return what the forward hooks on modules keep; ``None`` if there are no hooks of the user's own.
 
     Args:
         parts: the modules.
+        failed: called with the reason if something cannot be restored.
     """
     kinds = (kind for part in parts for kind in (part._forward_pre_hooks, part._forward_hooks) if kind)
-    roots = [root for kind in kinds for hook in kind.values() for root in _roots_of(hook)]
-    return ReachedState(roots, restores=False) if roots else None
+    roots = [hook for kind in kinds for hook in kind.values() if _is_root(hook)]
+    return ReachedState(roots, failed) if roots else None
 
 
-def state_of_attributes(values: Sequence[Any]) -> ReachedState | None:
-    """Return what objects of the user's own classes, tuples and large arrays hold.
+def state_of_attributes(values: Sequence[Any], failed: Callable[[str], None]) -> ReachedState | None:
+    """Return what objects of the user's own classes, functions, tuples and large arrays hold.
 
     Args:
         values: attributes of modules.
+        failed: called with the reason if something cannot be restored.
 
     Returns:
         ``None`` if there is no such attribute.
     """
     roots = [value for value in values if _is_root(value)]
-    return ReachedState(roots, restores=True) if roots else None
+    return ReachedState(roots, failed) if roots else None
 
 
 def _is_root(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return bool(value.nbytes <= _MOST_ARRAY_BYTES) and not value.dtype.hasobject
-    if isinstance(value, tuple):
+    if isinstance(value, _CONSTANT):
         return any(type(one) not in _PLAIN for one in value)
+    if isinstance(value, _CODE):
+        return bool(_held_by_code(value))
     return not isinstance(value, (*_CONTAINERS, nn.Module)) and _is_users_own(value)
 
 
-def _seen(one: Any) -> Seen:
-    return snapshot_of("", one) or object_seen("", one)
+def _seen(one: Any) -> list[Seen]:
+    """Return the present state of one object: its items, its attributes, or both."""
+    found = snapshot_of("", one)
+    if found is None:
+        return [object_seen("", one)]
+    # A dictionary may be its own ``__dict__``.
+    more = isinstance(one, _CONTAINERS) and type(one) not in _CONTAINERS and own_dict(one) is not one
+    return [found, object_seen("", one)] if more else [found]
 
 
 def _is_copied(one: Any) -> bool:
     """Return whether the state of something is copied before a call."""
     if isinstance(one, torch.Tensor):
         return one.layout is torch.strided and one.nbytes <= _MOST_TENSOR_BYTES and not one.requires_grad
-    return not isinstance(one, tuple)
+    if isinstance(one, np.ndarray):
+        return bool(one.nbytes <= _MOST_ARRAY_BYTES)
+    return not isinstance(one, _CONSTANT)
 
 
 def _without_graphs(seen: Seen) -> Seen:
@@ -128,24 +152,19 @@ def _left(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
-def _roots_of(hook: Any) -> list[Any]:
-    """Return what a hook refers to: its object, its closure, and the arguments bound to it."""
-    found: list[Any] = []
-    while isinstance(hook, functools.partial):
-        found += [*hook.args, *hook.keywords.values()]
-        hook = hook.func
-    if isinstance(hook, MethodType):
-        found.append(hook.__self__)
-        hook = hook.__func__
-    if not isinstance(hook, FunctionType):
-        return [*found, hook]
-    if _is_librarys(hook.__module__):
-        return found
-    for cell in hook.__closure__ or ():
-        # A variable may not have a value yet.
-        with suppress(ValueError):
-            found.append(cell.cell_contents)
-    return found
+def _held_by_code(code: Any) -> list[Any]:
+    """Return what a function, method or partial holds: its object, its closure, its attributes, and default arguments.
+
+    Of a module whose method it is, its attributes are returned.
+    """
+    if isinstance(code, functools.partial):
+        return [code.func, *code.args, *code.keywords.values()]
+    if isinstance(code, MethodType):
+        owner = code.__self__
+        return [vars(owner) if isinstance(owner, nn.Module) else owner, code.__func__]
+    if _is_librarys(code.__module__):
+        return []
+    return [*(code.__closure__ or ()), *(code.__defaults__ or ()), *([vars(code)] if vars(code) else [])]
 
 
 def _reached(roots: Iterable[Any]) -> list[Any]:
@@ -155,16 +174,7 @@ def _reached(roots: Iterable[Any]) -> list[Any]:
         one = waiting.popleft()
         if id(one) in found:
             continue
-        if isinstance(one, torch.Tensor | np.ndarray):
-            if not isinstance(one, nn.Parameter):
-                found[id(one)] = one
-            continue
-        if isinstance(one, _CONTAINERS):
-            inner = list(one.values()) if isinstance(one, dict) else list(one) if len(one) <= _MOST_ITEMS else None
-        else:
-            inner = list(attributes_of(one).values()) if _is_users_own(one) else None
-            if inner is not None and any(type(value).__module__.partition(".")[0] in _CONCURRENT for value in inner):
-                inner = None
+        inner = _inner(one)
         if inner is not None:
             found[id(one)] = one
             items += len(inner)
@@ -172,14 +182,42 @@ def _reached(roots: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
+def _inner(one: Any) -> list[Any] | None:
+    """Return what an object holds; ``None`` if it is not looked at."""
+    if isinstance(one, torch.Tensor):
+        return None if isinstance(one, nn.Parameter) else []
+    if isinstance(one, np.ma.MaskedArray):
+        return [one.data, one.mask]
+    if isinstance(one, np.ndarray):
+        return one.ravel().tolist() if one.dtype.hasobject and one.size <= _MOST_ITEMS else []
+    if isinstance(one, CellType):
+        return [cell.then[0]] if (cell := cell_seen("", one)).then else []
+    if isinstance(one, _CODE):
+        return _held_by_code(one)
+    return _inner_of_object(one)
+
+
+def _inner_of_object(one: Any) -> list[Any] | None:
+    """Return the items and attributes of a container or an object of the user's own; ``None`` for another object."""
+    inner: list[Any] = []
+    if isinstance(one, _CONTAINERS):
+        if len(one) > _MOST_ITEMS:
+            return None
+        inner = [*one, *one.values()] if isinstance(one, dict) else list(one)
+    elif not _is_users_own(one):
+        return [] if isinstance(one, bytearray) else None
+    if type(one) not in _CONTAINERS:
+        inner += attributes_of(one).values()
+    is_shared = any(type(value).__module__.partition(".")[0] in _CONCURRENT for value in inner)
+    return None if is_shared else inner
+
+
 def _is_users_own(one: Any) -> bool:
     """Return whether an object is of a class of the user's own, not of an installed library."""
     kind = type(one)
-    return (
-        kind not in _PLAIN
-        and not isinstance(one, nn.Module | type | FunctionType | MethodType)
-        and _is_own_module(kind.__module__)
-    )
+    if kind in _PLAIN or isinstance(one, (nn.Module, type, *_CODE)):
+        return False
+    return issubclass(kind, _OPEN) or _is_own_module(kind.__module__)
 
 
 @functools.cache

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import operator
 import random
-import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CellType
 from typing import Any
 
 import numpy as np
 import torch
 
-from autotune.mechanics.copies import attributes_of, same_bits
+from autotune.mechanics.copies import attributes_of, delete_attribute, put_attribute, same_bits
 
 # Tensors up to this size are copied.
 _MOST_BYTES = 2**27
@@ -76,15 +76,12 @@ def mapping_seen(name: str, value: Any) -> Seen:
 
 def object_seen(name: str, value: Any, named: frozenset[str] | None = None) -> Seen:
     """Return an object with its current attributes, including those in slots."""
-    # Bypass attribute methods of the object's class, except for thread-local attributes, where that is impossible.
-    local = isinstance(value, threading.local)
-    put_in, delete = (setattr, delattr) if local else (object.__setattr__, object.__delattr__)
 
     def put(then: Sequence[tuple[str, Any]]) -> None:
         for key in dict(now()).keys() - dict(then).keys():
-            delete(value, key)
+            delete_attribute(value, key)
         for key, held in then:
-            put_in(value, key, held)
+            put_attribute(value, key, held)
 
     def now() -> list[tuple[str, Any]]:
         return [(key, held) for key, held in attributes_of(value).items() if named is None or key in named]
@@ -99,8 +96,35 @@ def _bytes(name: str, value: Any) -> Seen:
     return Seen(name, lambda: bytes(value), bytes(value), put, operator.eq)
 
 
+def cell_seen(name: str, cell: CellType) -> Seen:
+    """Return a variable of a function's closure, which may have no value yet, with its current value."""
+
+    def now() -> list[Any]:
+        try:
+            return [cell.cell_contents]
+        except ValueError:
+            return []
+
+    def put(then: list[Any]) -> None:
+        if then:
+            cell.cell_contents = then[0]
+
+    return Seen(name, now, now(), put, _same_items)
+
+
 def _array(name: str, value: Any) -> Seen:
+    if value.dtype.hasobject:
+        # Its items are compared by identity: they may be arrays of other shapes.
+        return Seen(name, lambda: value.ravel().tolist(), value.ravel().tolist(), _put_items(value), _same_items)
     return Seen(name, value.copy, value.copy(), functools.partial(np.copyto, value), _same_arrays)
+
+
+def _put_items(array: Any) -> Callable[[list[Any]], None]:
+    def put(then: list[Any]) -> None:
+        for place, item in zip(np.ndindex(array.shape), then, strict=True):
+            array[place] = item
+
+    return put
 
 
 def _same_arrays(one: Any, two: Any) -> bool:
@@ -142,14 +166,16 @@ def _tensor(name: str, value: Any) -> Seen:
 
 
 def _refill(value: Any, then: Any) -> None:
-    value.clear()
-    if isinstance(value, list | deque):
-        value.extend(then)
-    elif isinstance(value, set):
-        value.update(then)
+    """Replace a container's items, without running code of its class."""
+    kind: Any = next(kind for kind in (list, deque, set, OrderedDict, dict) if isinstance(value, kind))
+    kind.clear(value)
+    if kind is set:
+        set.update(value, then)
+    elif kind in (list, deque):
+        kind.extend(value, then)
     else:
-        for key, item in then:  # `Counter.update` would count the pairs
-            value[key] = item
+        for key, item in then:
+            kind.__setitem__(value, key, item)
 
 
 def _write(value: torch.Tensor, then: torch.Tensor | None) -> None:
@@ -179,6 +205,7 @@ _KINDS: tuple[tuple[Any, Callable[[str, Any], Seen]], ...] = (
     (dict, mapping_seen),
     (set, _set),
     (bytearray, _bytes),
+    (CellType, cell_seen),
     (torch.Generator, _torch_generator),
     (random.Random, _python_generator),
     (np.random.Generator, _numpy_generator),

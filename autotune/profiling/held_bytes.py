@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,14 @@ from autotune.mechanics.memory_meter import content_bytes
 
 # Counts after which a model's modules are listed again, and the most steps without a count.
 _WALK_EVERY = 16
+# Containers in which optimizers keep tensors.
+_CONTAINERS = (list, tuple, dict, deque)
 # Counting may take this share of a run's time, or these seconds per step.
 _SHARE, _SECONDS = 0.002, 2e-4
-# Parameters that grow by this factor are others: what units are handed may have grown with them.
+# A model that grows by this factor is another one: what its units compute may have grown with it.
 _OTHERS = 1.02
-# What a step needs for each byte of a parameter that is trained: its gradient, and two values in the update.
+# What a step needs for each byte of a model: a parameter's gradient and two values in the update, or what a unit
+# computes from a buffer.
 _BESIDE = 3
 
 
@@ -33,19 +37,19 @@ class Held:
 
     Attributes:
         total: bytes of parameters, buffers and the optimizer's state.
-        trained: bytes of the parameters that require a gradient.
+        model: bytes of parameters and buffers alone.
     """
 
     total: int = 0
-    trained: int = 0
+    model: int = 0
 
     def beyond(self, other: Held) -> int:
         """Return how many bytes more a step needs than it did when the other was held; at least 0."""
-        return max(self.total - other.total, 0) + _BESIDE * max(self.trained - other.trained, 0)
+        return max(self.total - other.total, 0) + _BESIDE * max(self.model - other.model, 0)
 
     def outgrows(self, other: Held) -> bool:
-        """Return whether the parameters have grown so much that what a step needs is no longer known."""
-        return self.trained > _OTHERS * other.trained
+        """Return whether the model has grown so much that what a step needs is no longer known."""
+        return self.model > _OTHERS * other.model
 
 
 class HeldBytes:
@@ -89,22 +93,33 @@ class HeldBytes:
             self._owners = [owner for owner in parts if owner and type(owner) is dict]
         self._counts += 1
         met: set[int] = set()
-        total = trained = 0
-        for one in self._tensors():
-            if id(one) not in met:
-                met.add(id(one))
-                # Only strided tensors know their bytes.
-                size = one.nbytes if one.layout is torch.strided else content_bytes([one])
-                total += size
-                trained += size if one.requires_grad else 0
-        self._latest = Held(total, trained)
+        model = _bytes_of((one for owner in self._owners for one in owner.values() if one is not None), met)
+        self._latest = Held(model + _bytes_of(self._kept_by_optimizer(), met), model)
         return self._latest
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        for owner in self._owners:
-            yield from (one for one in owner.values() if one is not None)
+    def _kept_by_optimizer(self) -> Iterator[torch.Tensor]:
         for group in self._optimizer.param_groups:
             yield from group["params"]
         for entry in self._optimizer.state.values():
             if isinstance(entry, dict):
-                yield from (one for one in entry.values() if isinstance(one, torch.Tensor))
+                yield from _tensors_in(entry.values())
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor], met: set[int]) -> int:
+    """Return the bytes of those tensors whose ids are not among those met, and add them there."""
+    total = 0
+    for one in tensors:
+        if id(one) not in met:
+            met.add(id(one))
+            # Only strided tensors know their bytes.
+            total += one.nbytes if one.layout is torch.strided else content_bytes([one])
+    return total
+
+
+def _tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among items and in containers among them; a general walk of trees takes ten times as long."""
+    for one in items:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, _CONTAINERS):
+            yield from _tensors_in(one.values() if isinstance(one, dict) else one)

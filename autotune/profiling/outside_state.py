@@ -14,15 +14,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from autotune.mechanics.copies import attributes_of, slots_of
+from autotune.mechanics.copies import attributes_of, has_slots
 from autotune.mechanics.loop_signals import any_error
-from autotune.mechanics.seen_state import PLAIN, Seen, Values, mapping_seen, object_seen, same, snapshot_of
+from autotune.mechanics.seen_state import PLAIN, Seen, Values, cell_seen, mapping_seen, object_seen, same, snapshot_of
 from autotune.profiling.reachable_code import (
     HOOKS,
     bound_in,
@@ -147,7 +147,7 @@ class Surroundings:
             except ValueError:
                 continue
             self._take_named(key, found, names, depth)
-            self._seen.append(_cell(key, cell))
+            self._seen.append(cell_seen(key, cell))
         self._seen += [_name(function.__globals__, key) for key in bound_in(function.__code__)]
         self._take_names(function.__globals__, names, depth)
 
@@ -267,17 +267,11 @@ def _snapshot(name: str, value: Any, named: frozenset[str] | None) -> Seen | Non
         return None
     if is_trusted(type(value).__module__) or type(value).__module__.partition(".")[0] in ("logging", "contextvars"):
         return None
-    return object_seen(name, value, named) if hasattr(value, "__dict__") or slots_of(type(value)) else None
+    return object_seen(name, value, named) if hasattr(value, "__dict__") or has_slots(type(value)) else None
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
-
-
-def _cell(name: str, cell: CellType) -> Seen:
-    """Return a variable of a function's closure with its current value."""
-    put = functools.partial(setattr, cell, "cell_contents")
-    return Seen(name, lambda: cell.cell_contents, cell.cell_contents, put, same)
 
 
 def _name(where: dict[str, Any], name: str) -> Seen:
