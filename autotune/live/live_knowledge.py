@@ -126,7 +126,7 @@ class Knowledge:
 
     @property
     def _outgrown(self) -> bool:
-        """Whether the parameters have grown since, so that traced steps do not tell of the next one."""
+        """Whether the model has grown since, so that traced steps do not tell of the next one."""
         return bool(self.seen) and self._present.outgrows(self._held)
 
     def take_odd_calls(self) -> int:
