@@ -114,7 +114,7 @@ def state_of_attributes(values: Sequence[Any], failed: Callable[[str], None]) ->
 
 def _is_root(value: Any) -> bool:
     if isinstance(value, np.ndarray):
-        return bool(value.nbytes <= _MOST_ARRAY_BYTES) and not value.dtype.hasobject
+        return bool(value.nbytes <= _MOST_ARRAY_BYTES)
     if isinstance(value, _CONSTANT):
         return any(type(one) not in _PLAIN for one in value)
     if isinstance(value, _CODE):
