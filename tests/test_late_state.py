@@ -225,6 +225,27 @@ def test_what_a_block_begins_to_change_late_is_restored(kind: str) -> None:
     assert_same(blocks)
 
 
+class Running:
+    """Running means that blocks share: one for each, and one for all."""
+
+    def __init__(self) -> None:
+        self.means, self.common = {}, torch.zeros(WIDTH)
+
+    def up(self, block: int) -> float:
+        self.means.setdefault(block, torch.zeros(WIDTH)).mul_(0.9).add_(1 + block)
+        self.common.add_(1)
+        return 1 + 0.01 * float(self.means[block][0] + self.common[0])
+
+
+def test_tensors_that_several_blocks_write_to_are_restored() -> None:
+    def blocks() -> tuple[nn.Module, Callable[[], Any]]:
+        shared = Running()
+        uses = [functools.partial(Running.up, block=number) for number in range(3)]
+        return nn.Sequential(*(Mix(shared, use) for use in uses)), lambda: shared.common.tolist()
+
+    assert_same(blocks)
+
+
 class Own(dict):  # type: ignore[type-arg]
     """A dictionary whose items are its attributes."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autotune.errors import JobError, one_line
@@ -165,7 +165,9 @@ class FullyShardedProbe(RankProbe):
         return gathered
 
 
-def spread(model: nn.Module, names: Iterable[str], mesh: Mesh, device_type: str) -> None:
+def spread(
+    model: nn.Module, names: Iterable[str], mesh: Mesh, device_type: str, *, reduces_in_16_bit: bool = False
+) -> None:
     """Spread a model over ranks in place: each named module with its weights, then all other weights together.
 
     Args:
@@ -173,11 +175,13 @@ def spread(model: nn.Module, names: Iterable[str], mesh: Mesh, device_type: str)
         names: modules that gather and release their weights by themselves; they must not overlap.
         mesh: the layout of the ranks.
         device_type: the device's type.
+        reduces_in_16_bit: whether gradients are added up in bf16.
     """
     where = _devices(mesh, device_type)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if reduces_in_16_bit else None)
     act: Any = replicate if mesh.shard == 1 and mesh.dp > 1 else fully_shard
     for module in [*(model.get_submodule(name) for name in names), model]:
-        gathers = act(module, mesh=where)
+        gathers = act(module, mesh=where, mp_policy=policy)
         if device_type == "cpu":
             # It would gather weights before they are needed, to no use where nothing runs beside the computation.
             gathers.set_modules_to_backward_prefetch([gathers])

@@ -57,7 +57,7 @@ class ReachedState:
         self._roots, self._failed = roots, failed
         found = _reached(roots)
         self._versions = {id(one): version_of(one) for one in found if isinstance(one, torch.Tensor)}
-        self._then = [_without_graphs(seen) for one in found if _is_copied(one) for seen in _seen(one)]
+        self._then = [(one, _without_graphs(seen)) for one in found if _is_copied(one) for seen in _seen(one)]
         self._written: list[torch.Tensor] = []
 
     def has_run(self) -> bool:
@@ -70,8 +70,11 @@ class ReachedState:
     def as_before(self) -> Iterator[None]:
         """Run the second pass in the body; then the present state is restored."""
         values = [one for one in _reached(self._roots) if not isinstance(one, torch.Tensor) and _is_copied(one)]
-        present = [seen for one in (*values, *self._written) for seen in _seen(one)]
-        self._restore(self._then)
+        # Other calls may have written to further tensors.
+        tensors = [one for one, seen in self._then if isinstance(one, torch.Tensor) and not seen.is_same()]
+        tensors += [one for one in self._written if all(one is not other for other in tensors)]
+        present = [seen for one in (*values, *tensors) for seen in _seen(one)]
+        self._restore([seen for _, seen in self._then])
         try:
             yield
         finally:
@@ -94,7 +97,12 @@ def state_of_hooks(parts: Sequence[nn.Module], failed: Callable[[str], None]) ->
         failed: called with the reason if something cannot be restored.
     """
     kinds = (kind for part in parts for kind in (part._forward_pre_hooks, part._forward_hooks) if kind)
-    roots = [hook for kind in kinds for hook in kind.values() if _is_root(hook)]
+    roots: list[Any] = []
+    for hook in (hook for kind in kinds for hook in kind.values()):
+        owner = getattr(hook, "__self__", None)
+        # A method's module is looked at as well, unless it is one of these, which are restored otherwise.
+        foreign = isinstance(owner, nn.Module) and all(part is not owner for part in parts)
+        roots += [vars(owner)] if foreign else [hook] if _is_root(hook) else []
     return ReachedState(roots, failed) if roots else None
 
 
@@ -115,6 +123,8 @@ def state_of_attributes(values: Sequence[Any], failed: Callable[[str], None]) ->
 def _is_root(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return bool(value.nbytes <= _MOST_ARRAY_BYTES)
+    if isinstance(value, bytearray):
+        return True
     if isinstance(value, _CONSTANT):
         return any(type(one) not in _PLAIN for one in value)
     if isinstance(value, _CODE):
@@ -155,13 +165,12 @@ def _left(value: Any) -> Any:
 def _held_by_code(code: Any) -> list[Any]:
     """Return what a function, method or partial holds: its object, its closure, its attributes, and default arguments.
 
-    Of a module whose method it is, its attributes are returned.
+    A module whose method it is does not count.
     """
     if isinstance(code, functools.partial):
         return [code.func, *code.args, *code.keywords.values()]
     if isinstance(code, MethodType):
-        owner = code.__self__
-        return [vars(owner) if isinstance(owner, nn.Module) else owner, code.__func__]
+        return [] if isinstance(code.__self__, nn.Module) else [code.__self__, code.__func__]
     if _is_librarys(code.__module__):
         return []
     return [*(code.__closure__ or ()), *(code.__defaults__ or ()), *([vars(code)] if vars(code) else [])]
