@@ -33,6 +33,8 @@ _BACKENDS = {
 _ON_ACCELERATORS = ("efficient", "cudnn")
 # The knob that :func:`releases` looks for, and where optimizers are defined that update one parameter at a time.
 RELEASE = "release"
+# The knob that :func:`reduces_in_16_bit` looks for.
+REDUCE = "reduce"
 _ONE_BY_ONE = ("torch.optim", "bitsandbytes.optim", "pytorch_optimizer.optimizer.lion")
 
 
@@ -152,6 +154,11 @@ def settings_of(text: str | None) -> Iterator[None]:
 def releases(text: str | None) -> bool:
     """Return whether engines update each parameter, and free its gradient, during the backward pass."""
     return bool(text) and RELEASE in parsed(text or "", where="knobs")
+
+
+def reduces_in_16_bit(text: str | None) -> bool:
+    """Return whether ranks add up their gradients in bf16, which halves what they send."""
+    return bool(text) and REDUCE in parsed(text or "", where="knobs")
 
 
 def of_process(text: str | None) -> str | None:
@@ -356,5 +363,14 @@ KNOBS: dict[str, Knob] = {
         code="update each parameter, and free its gradient, in its register_post_accumulate_grad_hook",
         of_job=_released,
         saves_memory=True,
+    ),
+    REDUCE: Knob(
+        exact=False,
+        group=REDUCE,
+        code="MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) in fully_shard(), communication_data_type in DeepSpeed",
+        values="bf16",
+        allowed="with =bf16",
+        # Trials of knobs run in one process.
+        candidates=tuple,
     ),
 }

@@ -65,6 +65,14 @@ def assert_troubles_are_shared(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["troubles"]["peak"] == ranks[1]["troubles"]["peak"]
 
 
+def assert_reduced_in_16_bit(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["reduced_in_16_bit"] for rank in ranks):
+        # bf16 has 8 bits: the updates differ, but little.
+        assert 1e-5 < found["apart"] < 0.1
+        assert found["losses_apart"] < 0.01
+    assert len({rank["reduced_in_16_bit"]["digest"] for rank in ranks}) == 1
+
+
 def peaks_of(job: str, ranks: RankOptions, plans: Sequence[Plan]) -> dict[Plan, int]:
     with contextlib.closing(IsolatedEngine(job, ranks=ranks, options=EngineOptions(statistics_every=None))) as engine:
         engine.run(1)

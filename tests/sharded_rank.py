@@ -23,6 +23,7 @@ from autotune import EngineOptions, Job, TorchEngine
 from autotune.engines.deepspeed_engine import DeepSpeedEngine
 from autotune.engines.fsdp2_engine import Fsdp2Engine
 from autotune.engines.rank_engine import RankEngine
+from autotune.launching import launched, split
 from autotune.mechanics.collectives import of_all_ranks, of_first_rank
 from autotune.mesh import Mesh
 from autotune.plan import Plan, PlanSpace, Precision, Storage
@@ -105,6 +106,26 @@ def mixed_precision(layout: str, steps: int) -> dict[str, Any]:
         plain.apply(on_one_rank(plan))
         apart.append(abs(ours.run(1).loss - plain.run(1).loss))
     return {"loss_apart": max(apart), "kinds": len(kinds)}
+
+
+def reduced_in_16_bit(layout: str, steps: int) -> dict[str, Any]:
+    """Train with gradients that ranks add up in bf16, and train the same with their own format."""
+    options = EngineOptions(meter_memory=False, statistics_every=None)
+    jobs = [launched(make(clip_norm=None), split(f"job{choice}", where="test")[1]) for choice in ("", "+reduce=bf16")]
+    engines = [engine_of(layout, job, options=options) for job in jobs]
+    draw, losses = random.Random(5), []
+    for _ in range(steps):
+        plan = at_random(engines[0].space, draw)
+        for engine in engines:
+            engine.apply(plan)
+        losses.append([engine.run(1).loss for engine in engines])
+    weights = [whole(engine) for engine in engines]
+    begun = [one.detach() for one in TorchEngine(make()).model.parameters()]
+    return {
+        "apart": farthest(*weights) / farthest(weights[0], begun),
+        "losses_apart": max(abs(one - other) for one, other in losses),
+        "digest": digest(weights[1]),
+    }
 
 
 def whole(engine: RankEngine) -> list[torch.Tensor]:

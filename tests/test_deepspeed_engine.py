@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 import sharded_rank
 from leftovers import descendants, listening
-from rank_laws import assert_equals_torch, assert_storage_is_exact, assert_troubles_are_shared, peaks_of, run_ranks
+from rank_laws import (
+    assert_equals_torch,
+    assert_reduced_in_16_bit,
+    assert_storage_is_exact,
+    assert_troubles_are_shared,
+    peaks_of,
+    run_ranks,
+)
 
 from autotune.cli.main import run
 from autotune.cost_model.memory_model import peak_bytes
@@ -25,6 +32,7 @@ from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.isolated_engine import IsolatedEngine
 from autotune.engines.registry import RankOptions
 from autotune.errors import InputError, JobError
+from autotune.launching import launched, split
 from autotune.measurement import Failure
 from autotune.plan import Precision
 from autotune.profiling.profiler import ProfilerOptions
@@ -290,6 +298,20 @@ def test_contradicting_configuration_is_rejected_with_key_and_value(config: dict
     with pytest.raises(InputError, match="configuration") as caught:
         engine_config(sharded_rank.make(), 1, config)
     assert named in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_may_be_added_up_in_16_bits(stage: int, tmp_path: Path) -> None:
+    assert_reduced_in_16_bit(run_ranks(tmp_path, "reduced_in_16_bit", stage, 20))
+
+
+def test_choice_to_reduce_in_16_bits_sets_the_format_of_communication() -> None:
+    job = launched(sharded_rank.make(), split("job+reduce=bf16", where="test")[1])
+    assert engine_config(job, 1, {"communication_data_type": "auto"})["communication_data_type"] == "bf16"
+    assert "communication_data_type" not in engine_config(sharded_rank.make(), 1)
+    with pytest.raises(InputError, match=r"communication_data_type is 'fp32', and \+reduce is 'bf16'"):
+        engine_config(job, 1, {"communication_data_type": "fp32"})
 
 
 def test_automatic_or_disabled_settings_do_not_contradict() -> None:

@@ -6,12 +6,15 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from autotune import knobs
 from autotune.errors import InputError
 from autotune.job import Job
 
 STAGES = (0, 1, 2, 3)
 AUTO = "auto"
 _WHERE = "DeepSpeed configuration"
+# The key for the dtype in which ranks add up gradients.
+_SENT_IN = "communication_data_type"
 # Sections that contradict a plan, and why.
 _REFUSED = {
     "fp16": "it converts all parameters, so the precision of a unit cannot be chosen",
@@ -72,11 +75,20 @@ def engine_config(job: Job, zero_stage: int, user: Mapping[str, Any] | None = No
         # DeepSpeed clips at 1 by default.
         "gradient_clipping": clip,
         "zero_allow_untested_optimizer": True,
+        **_communication(job, config),
         "zero_optimization": {**{k: v for k, v in zero.items() if v != AUTO}, "stage": zero_stage},
     }
 
 
-def _agree(config: Mapping[str, Any], name: str, ours: float, whose: str, path: str = "") -> None:
+def _communication(job: Job, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the setting by which ranks add up gradients in bf16, if the job's launch choices ask for it."""
+    if not knobs.reduces_in_16_bit(job.launch.knobs):
+        return {}
+    _agree(config, _SENT_IN, "bf16", "+reduce")
+    return {_SENT_IN: "bf16"}
+
+
+def _agree(config: Mapping[str, Any], name: str, ours: float | str, whose: str, path: str = "") -> None:
     theirs = config.get(name, AUTO)
     if theirs not in (None, AUTO) and theirs != ours:
         raise InputError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from autotune import knobs
 from autotune.choices import STORAGES
 from autotune.engines.job_checks import ask
 from autotune.engines.rank_engine import RankEngine
@@ -119,7 +120,8 @@ class Fsdp2Engine(RankEngine):
         require_spreadable(self.model, contained)
         # Units whose outputs are written to in place gather no weights of their own.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        spread(self.model, contained, self.mesh, self.device.type)
+        half = knobs.reduces_in_16_bit(self.job.launch.knobs)
+        spread(self.model, contained, self.mesh, self.device.type, reduces_in_16_bit=half)
         if self.world > 1:
             self._calls = RankCalls([*contained, ""], "fsdp2")
             self._watching = self._calls.watch(self.model)

@@ -159,11 +159,12 @@ def _imports(job: Job, mesh: Mesh | None) -> list[str]:
 
 def _spread(plan: Plan, mesh: Mesh) -> list[str]:
     """Return the lines that spread the model over the ranks."""
+    half = ", reduces_in_16_bit=True" if knobs.reduces_in_16_bit(plan.launch.knobs) else ""
     lines = [
         "# Units whose weights nothing else uses gather them by themselves: fully_shard() on each, then on the model.",
         "batch = map_tensors(lambda part: part.to(device), next(iter(job.batches(0))))",
         "own = contained_units(model, list(PLAN.precision), lambda: job.loss(model, batch), rank)",
-        f"spread(model, own, Mesh.parse({str(mesh)!r}), device.type)",
+        f"spread(model, own, Mesh.parse({str(mesh)!r}), device.type{half})",
     ]
     if mesh.shard > 1:
         lines.append("keep_gathered(model, {name: one.keeps_gathered for name, one in PLAN.storage.items()})")
