@@ -167,6 +167,12 @@ def of_process(text: str | None) -> str | None:
     return text_of({name: value for name, value in found.items() if KNOBS[name].of_process is not None}) or None
 
 
+def without(text: str | None, name: str) -> str | None:
+    """Return a text of knobs without one of them; ``None`` if none is left."""
+    found = parsed(text, where="knobs") if text else {}
+    return text_of({one: value for one, value in found.items() if one != name}) or None
+
+
 def code_of(text: str) -> str:
     """Return how a script sets knobs."""
     found = parsed(text, where="knobs").items()

@@ -121,6 +121,14 @@ def test_other_targets_report_choices_that_only_deepspeed_supports() -> None:
         assert any("not included: compile True, zero_stage 2 (autotune export --to deepspeed" in note for note in notes)
 
 
+def test_16_bit_reduction_is_in_the_configuration_of_deepspeed() -> None:
+    made = export(a_plan().changed(launch=Launch(knobs="fused+reduce=bf16")), tiny_job.make(), "deepspeed", ranks=2)
+    assert made.files["ds_config.json"]["communication_data_type"] == "bf16"
+    assert any("knobs fused (give" in note for note in made.notes)
+    alone = export(a_plan().changed(launch=Launch(knobs="reduce=bf16")), tiny_job.make(), "deepspeed", ranks=2)
+    assert not any("not included" in note for note in alone.notes)
+
+
 @pytest.mark.parametrize(
     ("mesh", "kept", "sharded", "policy"),
     [

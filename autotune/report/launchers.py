@@ -54,7 +54,11 @@ def to_deepspeed(launched: Launched) -> Export:
             f"{' and '.join(f'{len(names)} units are {one.label} ({_listed(names)})' for one, names in stored)}: "
             f"after deepspeed.initialize, {'tuner = ' * places}{how}"
         )
-    if held := own_launch(plan.changed(launch=replace(plan.launch, zero_stage=None))):
+    launch = replace(plan.launch, zero_stage=None)
+    if knobs.reduces_in_16_bit(launch.knobs):
+        config["communication_data_type"] = "bf16"
+        launch = replace(launch, knobs=knobs.without(launch.knobs, knobs.REDUCE))
+    if held := own_launch(plan.changed(launch=launch)):
         notes.append(f"not included: {held}")
     files["ds_config.json"] = config
     command = f"torchrun --nproc-per-node {launched.ranks} train.py --deepspeed --deepspeed_config ds_config.json"
