@@ -188,10 +188,8 @@ class Copier:
         own = own_dict(made)
         for name, item in held.items():
             own[name] = self._copied(item)
-        for slot in _SLOTS[type(value)].values():
-            # A slot may be empty.
-            with suppress(AttributeError):
-                slot.__set__(made, self._copied(slot.__get__(value)))
+        for name, item in _slot_values(value).items():
+            _SLOTS[type(value)][name].__set__(made, self._copied(item))
 
     def _otherwise(self, value: Any) -> Any:
         if _is_named(value):
@@ -466,9 +464,13 @@ def attributes_of(value: Any) -> dict[str, Any]:
     """Return an object's attributes by name, from its ``__dict__`` and slots; a method has none."""
     if isinstance(value, MethodType):
         return {}
-    found = dict(own_dict(value))
+    return {**own_dict(value), **_slot_values(value)}
+
+
+def _slot_values(value: Any) -> dict[str, Any]:
+    """Return the values of those of an object's slots that are not empty."""
+    found: dict[str, Any] = {}
     for name, slot in _SLOTS[type(value)].items():
-        # A slot may be empty.
         with suppress(AttributeError):
             found[name] = slot.__get__(value)
     return found

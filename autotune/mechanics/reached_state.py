@@ -99,7 +99,7 @@ def state_of_hooks(parts: Sequence[nn.Module], failed: Callable[[str], None]) ->
     kinds = (kind for part in parts for kind in (part._forward_pre_hooks, part._forward_hooks) if kind)
     roots: list[Any] = []
     for hook in (hook for kind in kinds for hook in kind.values()):
-        owner = getattr(hook, "__self__", None)
+        owner = hook.__self__ if isinstance(hook, MethodType) else None
         # A method's module is looked at as well, unless it is one of these, which are restored otherwise.
         foreign = isinstance(owner, nn.Module) and all(part is not owner for part in parts)
         roots += [vars(owner)] if foreign else [hook] if _is_root(hook) else []
