@@ -134,7 +134,8 @@ def test_one_stalled_step_moves_little_and_a_lasting_change_is_learnt() -> None:
         assert abs(believed / (1.5 * 0.42) - 1) < off
 
 
-@pytest.mark.parametrize("deviation", [0.0, 0.3])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("deviation", [0.3, 0.0])
 def test_belief_stays_finite_in_long_runs_and_forgets_old_evidence(deviation: float) -> None:
     found = measured_often(noisy(deviation, 20_000))
     assert np.isfinite(found.mean).all()

@@ -323,6 +323,7 @@ class CallsParts(Trainer):
         return nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), inputs["labels"].flatten().clamp(0))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["parts", "compiled", "one layer"])
 def test_a_trainer_recomputes_by_itself_where_the_tuner_does_not(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -346,7 +346,7 @@ class Remembers(Block):
         return whole[-len(x) :]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("loop", "surprises"),
     [

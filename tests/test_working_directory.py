@@ -39,7 +39,7 @@ def started(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[s
     "arguments",
     [
         ["--help"],
-        ["doctor"],
+        pytest.param(["doctor"], marks=pytest.mark.slow),
         ["explain", "sqrt", "--job", "pkg.jobs:job", "--json"],
         pytest.param(["tune", "digits", "--method", "random", "--steps", "60"], marks=pytest.mark.slow),
         pytest.param(["tune", "pkg.jobs:job", "--method", "planner", "--steps", "60"], marks=pytest.mark.slow),
