@@ -56,8 +56,12 @@ class ReachedState:
     def __init__(self, roots: Sequence[Any], failed: Callable[[str], None]) -> None:
         self._roots, self._failed = roots, failed
         found = _reached(roots)
-        self._versions = {id(one): version_of(one) for one in found if isinstance(one, torch.Tensor)}
-        self._then = [(one, _without_graphs(seen)) for one in found if _is_copied(one) for seen in _seen(one)]
+        tensors = [one for one in found if isinstance(one, torch.Tensor)]
+        self._versions = {id(one): version_of(one) for one in tensors}
+        # On their own devices: copies to the host would wait for an accelerator at each call.
+        self._copies = [(one, version_of(one), one.detach().clone()) for one in tensors if _is_copied(one)]
+        others = (one for one in found if not isinstance(one, torch.Tensor) and _is_copied(one))
+        self._then = [_without_graphs(seen) for one in others for seen in _seen(one)]
         self._written: list[torch.Tensor] = []
 
     def has_run(self) -> bool:
@@ -69,24 +73,39 @@ class ReachedState:
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Run the second pass in the body; then the present state is restored."""
-        values = [one for one in _reached(self._roots) if not isinstance(one, torch.Tensor) and _is_copied(one)]
+        others = [one for one in _reached(self._roots) if not isinstance(one, torch.Tensor) and _is_copied(one)]
+        present = [seen for one in others for seen in _seen(one)]
         # Other calls may have written to further tensors.
-        tensors = [one for one, seen in self._then if isinstance(one, torch.Tensor) and not seen.is_same()]
-        tensors += [one for one in self._written if all(one is not other for other in tensors)]
-        present = [seen for one in (*values, *tensors) for seen in _seen(one)]
-        self._restore([seen for _, seen in self._then])
+        former = [(one, copy) for one, version, copy in self._copies if version_of(one) != version]
+        changed = {id(one): one for one in (*self._written, *(one for one, _ in former))}
+        values = [(one, one.detach().clone()) for one in changed.values()]
+        self._restore(self._then)
+        self._put_values(former)
         try:
             yield
         finally:
+            self._put_values(values)
             self._restore(present)
 
     def _restore(self, states: Sequence[Seen]) -> None:
         for one in states:
-            try:
+            with self._failing():
                 if not one.is_same():
                     one.put(one.then)
-            except any_error() as error:  # raised by code of the user's classes
-                self._failed(f"what an object of it holds cannot be restored ({type(error).__name__}: {error})")
+
+    def _put_values(self, values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for one, then in values:
+            with self._failing():
+                # Through .data, which autograd ignores: the run's own graph needs exactly the present values.
+                one.data.copy_(then)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Run the body; of an error, whose cause may be code of the user's classes, only the reason is told."""
+        try:
+            yield
+        except any_error() as error:
+            self._failed(f"what an object of it holds cannot be restored ({type(error).__name__}: {error})")
 
 
 def state_of_hooks(parts: Sequence[nn.Module], failed: Callable[[str], None]) -> ReachedState | None:
