@@ -7,6 +7,7 @@ hundred steps. A recomputation must see the state as it was before the first run
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from argparse import Namespace
@@ -37,6 +38,8 @@ _OPEN = (SimpleNamespace, Namespace, UserDict, UserList)
 _MOST_OBJECTS, _MOST_ITEMS = 256, 4096
 # Larger arrays, and tensors, are not copied before each call.
 _MOST_ARRAY_BYTES, _MOST_TENSOR_BYTES = 2**22, 2**16
+# The most bytes of tensors that are copied before each call.
+_MOST_COPIED = 2**21
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "autotune"})
 # An object that holds one of these is changed by other threads or processes as well, at any time.
 _CONCURRENT = frozenset({"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"})
@@ -58,8 +61,10 @@ class ReachedState:
         found = _reached(roots)
         tensors = [one for one in found if isinstance(one, torch.Tensor)]
         self._versions = {id(one): version_of(one) for one in tensors}
-        # On their own devices: copies to the host would wait for an accelerator at each call.
-        self._copies = [(one, version_of(one), one.detach().clone()) for one in tensors if _is_copied(one)]
+        # Copied on their own devices: copies to the host would wait for an accelerator at each call.
+        copied = itertools.accumulate((one.nbytes if _is_copied(one) else 0 for one in tensors), initial=0)
+        fits = [one for one, before in zip(tensors, copied, strict=False) if _is_copied(one) and before < _MOST_COPIED]
+        self._copies = {id(one): (one, version_of(one), one.detach().clone()) for one in fits}
         others = (one for one in found if not isinstance(one, torch.Tensor) and _is_copied(one))
         self._then = [_without_graphs(seen) for one in others for seen in _seen(one)]
         self._written: list[torch.Tensor] = []
@@ -68,7 +73,7 @@ class ReachedState:
         """Note which tensors the first pass has written to; return whether there are any that were not copied."""
         tensors = [one for one in _reached(self._roots) if isinstance(one, torch.Tensor)]
         self._written = [one for one in tensors if version_of(one) != self._versions.get(id(one), 0)]
-        return any(not _is_copied(one) for one in self._written)
+        return any(id(one) not in self._copies and id(one) in self._versions for one in self._written)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
@@ -76,7 +81,7 @@ class ReachedState:
         others = [one for one in _reached(self._roots) if not isinstance(one, torch.Tensor) and _is_copied(one)]
         present = [seen for one in others for seen in _seen(one)]
         # Other calls may have written to further tensors.
-        former = [(one, copy) for one, version, copy in self._copies if version_of(one) != version]
+        former = [(one, copy) for one, version, copy in self._copies.values() if version_of(one) != version]
         changed = {id(one): one for one in (*self._written, *(one for one, _ in former))}
         values = [(one, one.detach().clone()) for one in changed.values()]
         self._restore(self._then)
