@@ -401,3 +401,97 @@ def test_what_hooks_begin_to_change_late_is_restored(kind: str) -> None:
         watches[0].on = True
 
     assert_same(blocks, begin=begin)
+
+
+class Hooked(nn.Module):
+    """Blocks that have a hook for the time of each forward pass alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Mix() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        handles = [block.up.register_forward_hook(scaled, with_kwargs=True) for block in self.blocks]
+        x = self.blocks(x)
+        for handle in handles:
+            handle.remove()
+        return x
+
+
+def scaled(module: nn.Module, args: Any, kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
+    assert not kwargs
+    return output * 1.5
+
+
+def test_hooks_with_keyword_arguments_may_last_for_the_forward_pass_alone() -> None:
+    assert_same(lambda: (Hooked(), lambda: None))
+
+
+class KeyedByBlocks(nn.Module):
+    """Blocks that share a dictionary which is keyed by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ByItself() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scales = SimpleNamespace(found={block: 1 + 0.1 * number for number, block in enumerate(self.blocks)})
+        for block in self.blocks:
+            x = block(x, scales)
+        return x
+
+
+class ByItself(Mix):
+    def forward(self, x: torch.Tensor, scales: Any = None) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * scales.found[self]
+
+
+def test_dictionary_may_be_keyed_by_the_blocks_that_it_is_handed_to() -> None:
+    assert_same(lambda: (KeyedByBlocks(), lambda: None))
+
+
+class Mode:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+FAST, SLOW = Mode(1.5), Mode(0.5)
+
+
+class ByMode:
+    """An object that compares globals by identity, and counts."""
+
+    def __init__(self) -> None:
+        self.modes, self.table, self.count = [FAST, SLOW], {FAST: 1.5, SLOW: 0.5}, 0
+
+    def up(self) -> float:
+        self.count += 1
+        mode = self.modes[self.count % 2]
+        assert mode is FAST or mode is SLOW
+        return self.table[mode] if mode is FAST else mode.factor
+
+
+class Low:
+    __slots__ = ("count", "found")
+
+    def __init__(self) -> None:
+        self.count, self.found = 0, 1.0
+
+
+class High(Low):
+    __slots__ = ("found",)
+
+    def up(self) -> float:
+        self.count += 1
+        self.found *= 1.01
+        return self.found
+
+
+@pytest.mark.parametrize("make", [ByMode, High])
+@pytest.mark.parametrize("late", [0, LATE])
+def test_objects_of_handed_objects_and_slots_declared_twice_stay_what_they_are(make: Any, late: int) -> None:
+    def blocks() -> tuple[nn.Module, Callable[[], Any]]:
+        handed = make()
+        return Handing(lambda held: held.up(), lambda: handed), lambda: handed.count
+
+    assert_same(blocks, late=late)

@@ -69,8 +69,15 @@ logger = logging.getLogger(__name__)
 WRITTEN = "its inputs are written to in place before its backward pass"
 _OVERWRITTEN = "its weights or other tensors were written to between its forward and its backward pass"
 _DIFFERS = "recomputed, it did not repeat its forward pass"
-# OrderedDict holds the hooks. Dictionaries of other classes may do anything when they are read.
-_PLAIN_DICTS = (dict, OrderedDict)
+# The dictionaries of a module that say which hooks its call runs, and how.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+_NO_HOOKS: OrderedDict[Any, Any] = OrderedDict()
 # First calls in which writes to saved tensors are looked for, and the most shapes of arguments that are told apart.
 _LOOKED_AT, _MOST_SHAPES = 16, 1000
 
@@ -126,9 +133,11 @@ class _Again(AbstractContextManager[None]):
                 then = {**part.__dict__, **self.objects.attributes.get(place, {})}
                 self._own.append((place, part.__dict__, then))
                 # This restores which buffers there were; their values are restored separately.
-                held_by_part: tuple[dict[Any, Any], ...]
-                held_by_part = (part._modules, part._buffers, part._forward_hooks, part._forward_pre_hooks)
-                self._then += [(held, held.copy()) for held in held_by_part if type(held) in _PLAIN_DICTS and held]
+                self._then += [
+                    (held, held.copy()) for held in (part._modules, part._buffers) if type(held) is dict and held
+                ]
+                hooks = (part.__dict__[kind] for kind in _HOOKS)
+                self._then += [(held, held.copy() if held else _NO_HOOKS) for held in hooks]
                 # torch.func.functional_call runs a module with weights other than its own. A dictionary of another
                 # class is left out: DeepSpeed's ZeRO-3 gathers a weight when its dictionary is read.
                 if part._parameters and type(part._parameters) is dict:
@@ -340,8 +349,10 @@ def _restore(former: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
 
 
 def _holds(own: dict[Any, Any], then: dict[Any, Any]) -> bool:
-    """Return whether two dictionaries have the same objects as values, in the same order."""
-    return len(own) == len(then) and all(map(operator.is_, own.values(), then.values()))
+    """Return whether two dictionaries have the same objects as values, in the same order, and hooks the same keys."""
+    if len(own) != len(then) or not all(map(operator.is_, own.values(), then.values())):
+        return False
+    return type(own) is not OrderedDict or own.keys() == then.keys()
 
 
 def _itself(value: Any) -> Any:
@@ -437,6 +448,17 @@ class _Call:
             if self.held is not None:
                 self.held.drop(first.reads.left)
             self.again.drop(first.reads.left)
+
+
+@contextmanager
+def hooks_kept(module: nn.Module) -> Iterator[None]:
+    """Run the body; afterwards, a module and its parts have the hooks again that they had before."""
+    held = [part.__dict__[kind] for part in module.modules() for kind in _HOOKS]
+    then = [(one, one.copy()) for one in held]
+    try:
+        yield
+    finally:
+        _restore(then)
 
 
 def undone(module: nn.Module) -> AbstractContextManager[None]:

@@ -90,6 +90,8 @@ class Copier:
         # References to the originals, so that their ids are not reused.
         self._known: dict[int, Any] = {}
         self._originals: list[Any] = []
+        # Copies of dictionaries whose keys may be objects that are copied.
+        self._keyed: list[dict[Any, Any]] = []
 
     def copy(self, value: Any) -> Any:
         """Return a copy of an object and everything that it refers to.
@@ -98,12 +100,25 @@ class Copier:
             CopyError: naming the type that cannot be copied.
         """
         try:
-            return self._copied(value)
+            made = self._copied(value)
+            self._replace_keys()
         except CopyError:
             raise
         except any_error() as error:
             # Raised by code of the object's class, or by too deep a recursion.
             raise CopyError(type(value).__name__) from error
+        return made
+
+    def _replace_keys(self) -> None:
+        """Replace keys of dictionaries that were copied as values elsewhere; others may be compared by identity."""
+        for made in self._keyed:
+            keys = [self._known.get(id(key), key) for key in made]
+            if any(key is not former for key, former in zip(keys, made, strict=True)):
+                items = list(zip(keys, made.values(), strict=True))
+                kind: Any = OrderedDict if isinstance(made, OrderedDict) else dict
+                kind.clear(made)
+                for key, item in items:
+                    kind.__setitem__(made, key, item)
 
     def _copied(self, value: Any) -> Any:
         way = _WAYS[type(value)]
@@ -152,13 +167,13 @@ class Copier:
             return made
         # A shallow copy keeps what a subclass stores besides its items.
         made = self.know(value, value.copy() if type(value) in (list, dict) else copy.copy(value))
-        if has_scalars_only(value) and (not isinstance(value, dict) or _SCALARS.issuperset(map(type, value))):
+        if isinstance(value, dict) and not _SCALARS.issuperset(map(type, value)):
+            self._keyed.append(made)
+        if has_scalars_only(value):
             pass
         elif isinstance(value, dict):
-            kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-            kind.clear(made)
             for key, item in value.items():
-                kind.__setitem__(made, self._copied(key), self._copied(item))
+                dict.__setitem__(made, key, self._copied(item))
         elif isinstance(value, set):
             made.clear()
             made.update(self._copied(item) for item in value)
@@ -169,7 +184,7 @@ class Copier:
         return made
 
     def _plain_object(self, value: Any) -> Any:
-        if _is_named(value):
+        if is_named(value):
             return value
         # An object of the user's own class is made without calling its constructor.
         kind = type(value)
@@ -192,7 +207,7 @@ class Copier:
             _SLOTS[type(value)][name].__set__(made, self._copied(item))
 
     def _otherwise(self, value: Any) -> Any:
-        if _is_named(value):
+        if is_named(value):
             return value
         memo = dict(self._known)
         try:
@@ -426,8 +441,9 @@ def _state_of_tensor(path: str, value: torch.Tensor, met: set[int]) -> Iterator[
 def _state_of_parts(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         yield f"{path}#", len(value)
-        for name, item in value.items():
-            yield from _state(f"{path}[{name!r:.60}]", item, met)
+        for place, (key, item) in enumerate(value.items()):
+            # Keys of other types may be modules of a copy that is cleared before paths are compared.
+            yield from _state(f"{path}[{key!r:.60}]" if type(key) in _SCALARS else f"{path}[key {place}]", item, met)
     elif isinstance(value, list | tuple | deque):
         yield f"{path}#", len(value)
         for place, item in enumerate(value):
@@ -513,7 +529,8 @@ def has_slots(kind: type) -> bool:
 
 def _slots_of(kind: type) -> dict[str, MemberDescriptorType]:
     """Return the descriptors of a class's slots by name, as the class stores it: private names are longer there."""
-    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _WITHOUT_SLOTS)
+    # Of a slot that a subclass declares again, objects have two, and use its own.
+    own = (base for base in reversed(kind.__mro__) if base.__module__.partition(".")[0] not in _WITHOUT_SLOTS)
     members = ((name, one) for base in own if "__slots__" in vars(base) for name, one in vars(base).items())
     return {name: one for name, one in members if isinstance(one, MemberDescriptorType)}
 
@@ -531,9 +548,12 @@ def _is_plain(kind: type) -> bool:
     )
 
 
-def _is_named(value: Any) -> bool:
-    """Return whether an object without state is a global of its class's module: code compares sentinels by identity."""
-    if isinstance(value, nn.Module) or own_dict(value) or has_slots(type(value)):
+def is_named(value: Any) -> bool:
+    """Return whether an object is a global of its class's module, such as a sentinel that code compares by identity.
+
+    Copies share it.
+    """
+    if isinstance(value, nn.Module):
         return False
     held = vars(sys.modules.get(type(value).__module__) or _Plain)
     length, ids = _GLOBALS.get(type(value).__module__, (0, frozenset[int]()))

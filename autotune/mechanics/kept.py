@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from autotune.mechanics.buffers import version_of
 from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, has_scalars_only, own_dict
 
 _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
+# Keys that are values.
+_KEYS = (str, bytes, int, float, tuple, type(None), Enum, torch.dtype, torch.device)
 # Containers in which functions of torch are given tensors.
 _NESTS = (list, tuple, dict)
 # Containers that a call may change, and how many of their items are copied at each call.
@@ -87,8 +90,17 @@ class Kept:
 
 
 def flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves of a call's arguments, and how they are nested; a tuple with attributes is a leaf."""
-    return tree_flatten((tuple(args), dict(kwargs)), is_leaf=lambda one: isinstance(one, tuple) and bool(own_dict(one)))
+    """Return the leaves of a call's arguments, and how they are nested.
+
+    A tuple with attributes is a leaf, and so is a dictionary with objects as keys, which are copied with their values.
+    """
+    return tree_flatten((tuple(args), dict(kwargs)), is_leaf=_is_leaf)
+
+
+def _is_leaf(one: Any) -> bool:
+    if isinstance(one, tuple):
+        return bool(own_dict(one))
+    return isinstance(one, dict) and any(not isinstance(key, _KEYS) for key in one)
 
 
 def _tensors_within(leaves: Sequence[Any]) -> list[torch.Tensor]:

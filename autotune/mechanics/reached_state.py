@@ -65,8 +65,8 @@ class ReachedState:
         copied = itertools.accumulate((one.nbytes if _is_copied(one) else 0 for one in tensors), initial=0)
         fits = [one for one, before in zip(tensors, copied, strict=False) if _is_copied(one) and before < _MOST_COPIED]
         self._copies = {id(one): (one, version_of(one), one.detach().clone()) for one in fits}
-        others = (one for one in found if not isinstance(one, torch.Tensor) and _is_copied(one))
-        self._then = [_without_graphs(seen) for one in others for seen in _seen(one)]
+        self._others = [one for one in found if not isinstance(one, torch.Tensor) and _is_copied(one)]
+        self._then = [_without_graphs(seen) for one in self._others for seen in _seen(one)]
         self._written: list[torch.Tensor] = []
 
     def has_run(self) -> bool:
@@ -78,8 +78,10 @@ class ReachedState:
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Run the second pass in the body; then the present state is restored."""
-        others = [one for one in _reached(self._roots) if not isinstance(one, torch.Tensor) and _is_copied(one)]
-        present = [seen for one in others for seen in _seen(one)]
+        reached = [one for one in _reached(self._roots) if not isinstance(one, torch.Tensor) and _is_copied(one)]
+        # The loop may have taken some away, such as a list of features, and still use them.
+        others = {id(one): one for one in (*self._others, *reached)}
+        present = [seen for one in others.values() for seen in _seen(one)]
         # Other calls may have written to further tensors.
         former = [(one, copy) for one, version, copy in self._copies.values() if version_of(one) != version]
         changed = {id(one): one for one in (*self._written, *(one for one, _ in former))}
@@ -145,6 +147,8 @@ def state_of_attributes(values: Sequence[Any], failed: Callable[[str], None]) ->
 
 
 def _is_root(value: Any) -> bool:
+    if type(value) in _PLAIN:
+        return False
     if isinstance(value, np.ndarray):
         return bool(value.nbytes <= _MOST_ARRAY_BYTES)
     if isinstance(value, bytearray):

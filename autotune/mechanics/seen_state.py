@@ -195,7 +195,7 @@ def _same_items(one: list[Any], two: list[Any]) -> bool:
 
 def _same_pairs(one: list[tuple[Any, Any]], two: list[tuple[Any, Any]]) -> bool:
     return len(one) == len(two) and all(
-        key == other and same(value, item) for (key, value), (other, item) in zip(one, two, strict=True)
+        same(key, other) and same(value, item) for (key, value), (other, item) in zip(one, two, strict=True)
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.mechanics.copies import attributes_of, has_slots
+from autotune.mechanics.copies import attributes_of, has_slots, is_named
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.seen_state import PLAIN, Seen, Values, cell_seen, mapping_seen, object_seen, same, snapshot_of
 from autotune.profiling.reachable_code import (
@@ -89,6 +89,8 @@ class Surroundings:
         for name, value in (*own_attributes(module), *(("what it is handed", one) for one in handed)):
             if issubclass(type(value), _WEAK):
                 self._take(name, _referent(value))
+            elif not named and is_named(value):
+                self._take(name, value)
             for function in functions_of(value, names):
                 self._look_into(name, function, _DEPTH)
 

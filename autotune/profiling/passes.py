@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autotune.mechanics import randomness
-from autotune.mechanics.activations import WRITTEN, Recomputation, undone
+from autotune.mechanics.activations import WRITTEN, Recomputation, hooks_kept, undone
 from autotune.mechanics.copies import CopyError, Loans, TensorCopy, Weights, copied, dissolve, state_of, twin_of
 from autotune.mechanics.kept import flattened
 from autotune.mechanics.memory_meter import strided
@@ -62,7 +62,9 @@ class Unit:
                     return passes(self.module, self.forward, *handed)
             twin = twin_of(self.module, loans.lend)
             try:
-                return passes(twin, twin.forward, *handed)
+                # Hooks that remove themselves do so from the unit.
+                with hooks_kept(self.module):
+                    return passes(twin, twin.forward, *handed)
             finally:
                 dissolve(twin)
         finally:
