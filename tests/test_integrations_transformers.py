@@ -556,26 +556,72 @@ def test_an_exception_in_a_traced_step_leaves_no_trace_open(tmp_path: Path) -> N
     assert_untouched(model)
 
 
+class Twice(Trainer):
+    """A Trainer whose loss calls the model twice for each batch, as R-Drop does."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        one, two = model(**inputs), model(**inputs)
+        loss = one.loss + two.loss + (one.logits - two.logits).square().mean()
+        return (loss, one) if return_outputs else loss
+
+
+class TwiceInPieces(Twice, TunedTrainer):
+    """The same, cutting its batches."""
+
+
+class BackwardBetween(Trainer):
+    """A Trainer that goes backward between two calls of the model for one batch."""
+
+    def training_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        model.train()
+        losses = []
+        for _ in range(2):
+            loss = model(**inputs).loss / 2
+            self.accelerator.backward(loss)
+            losses.append(loss.detach())
+        return sum(losses)
+
+
+def trained_by(kind: type[Trainer], folder: Path, callbacks: list[Any], **options: Any) -> Any:
+    seeded()
+    plain = trainer_for(folder, llama(), padded, callbacks, max_steps=24)
+    trainer = kind(
+        plain.model, plain.args, train_dataset=texts(), data_collator=padded, callbacks=callbacks or None, **options
+    )
+    trainer.train()
+    return trainer
+
+
 @pytest.mark.slow
-def test_loss_that_calls_the_model_twice_detaches_and_stays_bit_identical(tmp_path: Path) -> None:
-    class Twice(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
-            return (model(**inputs).loss + model(**inputs).loss) / 2
-
-    def run(callbacks: list[Any]) -> list[torch.Tensor]:
-        seeded()
-        plain = trainer_for(tmp_path, llama(), padded, callbacks)
-        trainer = Twice(
-            plain.model, plain.args, train_dataset=texts(), data_collator=padded, callbacks=callbacks or None
-        )
-        trainer.train()
-        return list(trainer.model.parameters())
-
+def test_loss_that_calls_the_model_twice_is_switched_and_stays_bit_identical(tmp_path: Path) -> None:
     callback = AutotuneCallback(Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
-    for one, two in zip(run([]), run([callback]), strict=True):
+    runs = [trained_by(Twice, tmp_path, callbacks) for callbacks in ([], [callback])]
+    for one, two in zip(*(run.model.parameters() for run in runs), strict=True):
         assert torch.equal(one, two)
     assert callback.tuner is not None
-    assert "more than once" in str(callback.tuner.detached_because)
+    assert callback.tuner.detached_because == "the training ended"
+    assert callback.tuner.status["switches"] > 2
+    assert not any("layers" in name or name == "profile" for name in callback.tuner.locks)
+
+
+@pytest.mark.slow
+def test_a_tuned_trainer_profiles_a_loss_that_calls_the_model_twice(tmp_path: Path) -> None:
+    tuning = {"memory_budget_bytes": 10**9, "limits": RESTLESS, "runs_dir": None, "mode": "rounding"}
+    trainer = trained_by(TwiceInPieces, tmp_path, [], tuning=tuning)
+    assert trainer.tuner.detached_because == "the training ended"
+    assert "profile" not in trainer.tuner.locks
+    assert trainer.tuner.status["decided"] is not None
+    assert trainer._tuning.backward._handles == []
+
+
+@pytest.mark.slow
+def test_backward_passes_between_calls_for_one_batch_detach_and_stay_bit_identical(tmp_path: Path) -> None:
+    callback = AutotuneCallback(Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
+    runs = [trained_by(BackwardBetween, tmp_path, callbacks) for callbacks in ([], [callback])]
+    for one, two in zip(*(run.model.parameters() for run in runs), strict=True):
+        assert torch.equal(one, two)
+    assert callback.tuner is not None
+    assert "called again after a backward pass" in str(callback.tuner.detached_because)
 
 
 @pytest.mark.slow

@@ -232,3 +232,19 @@ def test_one_short_batch_does_not_make_further_calls_count_for_more() -> None:
             model(torch.randn(rows, 4))
         calls.note(step, calls.end_step())
     assert calls.extra == 2
+
+
+def test_steps_of_fewer_micro_batches_than_was_told_are_named() -> None:
+    model, optimizer = _new()
+    tuner = autotune.attach(
+        model, optimizer, accumulation_steps=2, memory_budget_bytes=10**7, limits=RESTLESS, runs_dir=None
+    )
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(24):
+        for batch in tuner.micro_batches(torch.randn(16, 32, WIDTH, generator=generator)):
+            tuner.backward(model(batch).square().mean())
+        tuner.step()
+    assert tuner.locks["profile"] == (
+        "no step of the run could be traced: each had one micro-batch, of 2 that it should have"
+    )
+    tuner.detach()

@@ -36,6 +36,7 @@ from autotune.live.deciding import Decider
 from autotune.live.placement import Placements
 from autotune.live.rank_channel import Ranks, RanksError
 from autotune.plan import Plan
+from autotune.profiling.own_time import OwnTime
 
 ATTACHED = {"policy": Wanders(), "memory_budget_bytes": 10**9, "limits": RESTLESS}
 
@@ -112,6 +113,24 @@ def test_tuner_that_costs_too_much_detaches_with_a_message() -> None:
     assert [attached for attached, _ in seen] == [True] * 199 + [False] * 11
     assert "own share of the run's time is" in seen[-1][1]
     assert_identical(plain, tuned)
+
+
+def test_what_the_first_profile_took_is_shown_but_no_reason_to_leave() -> None:
+    """Leaving would not win it back; what comes again and again would be."""
+    own = OwnTime(None)
+    own.run_s = 200.0
+    own.spend(50.0)
+    assert own.frac(200, 0.0) > 0.04
+    assert not own.is_too_expensive(200, 0.0, 0.03)
+    own.run_s = 400.0
+    own.spend(10.0)
+    assert not own.is_too_expensive(400, 0.0, 0.03)
+    own.spend(30.0)
+    assert own.is_too_expensive(400, 0.0, 0.03)
+    again = OwnTime(None)
+    again.run_s, again.learns = 200.0, False
+    again.spend(7.0)
+    assert again.is_too_expensive(200, 0.0, 0.03)
 
 
 class SlowToRead(UserDict[str, torch.Tensor]):

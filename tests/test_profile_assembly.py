@@ -11,7 +11,7 @@ import pytest
 from small_jobs import convolution_job, gpt_job
 
 from autotune.cost_model.memory_model import peak_bytes
-from autotune.cost_model.profile import Profile
+from autotune.cost_model.profile import Cost, Profile
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.plan import PlanSpace, Storage
 from autotune.profiling import profiler
@@ -19,6 +19,7 @@ from autotune.profiling.homogeneous_plans import homogeneous_plans
 from autotune.profiling.profile_assembly import assemble
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.profiling.step_record import StepRecord, TracedStep
+from autotune.profiling.unseen_costs import Ratio, with_bounds
 from autotune.profiling.whole_steps import corrected
 
 
@@ -87,3 +88,19 @@ def test_whole_steps_correct_the_times_of_homogeneous_plans(recorded: tuple[Step
     saving, leanest = space.baseline(), space.baseline().changed(storage=space.leanest().storage)
     mixed = saving.changed(storage=dict.fromkeys(space.recomputable[:1], "recompute"))
     assert seconds_per_step(found, saving) < seconds_per_step(found, mixed) <= seconds_per_step(found, leanest)
+
+
+@pytest.mark.parametrize(("alive", "saved"), [(110032, 78848), (128532, 78848), (102612, 78848), (90_000, 69_000)])
+def test_what_a_called_again_unit_saves_is_bounded_by_all_of_its_kind(alive: int, saved: int) -> None:
+    """Of two calls of a layer, one is recomputed beside temporary gradients of its weights, the other beside kept ones.
+
+    The figures are those of a BERT whose loss calls it twice.
+    """
+    like = [Ratio(135952, 78848 / 135952), Ratio(102612, 78848 / 102612)]
+    cost = Cost(
+        forward_s=1.0, backward_s=2.0, saved_bytes=5056, forward_peak_bytes=(0, 0), backward_peak_bytes=(alive, 0)
+    )
+    recomputed = {"inherit/recompute": cost}
+    bound = with_bounds(recomputed, like)["inherit/save"].saved_bytes
+    assert saved <= bound <= alive
+    assert with_bounds(recomputed, [Ratio(alive // 2, 0.1)])["inherit/save"].saved_bytes == alive

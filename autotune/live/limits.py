@@ -48,7 +48,8 @@ class Limits:
         pressure_frac: share of the budget above which a measured peak trips; plans may use less.
         slowdown_frac: share by which steps may be slower than predicted before a comparison with the baseline begins,
             and slower than the baseline's before the tuner trips.
-        overhead_frac: the tuner's own share of the run's time above which it detaches.
+        overhead_frac: the tuner's own share of the run's time above which it detaches; what the first profile took,
+            which leaving would not win back, does not count.
         pause_steps: optimizer steps without switches after the first trip; each further trip doubles them.
         max_trips: trips after which the tuner detaches for good.
         decision_timeout_s: seconds that a decision may take; if it takes longer, the plan stays.

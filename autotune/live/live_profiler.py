@@ -73,6 +73,8 @@ class LiveProfiler:
         self._use: Use | None = None
         self._began = False
         self._unreadable = 0
+        # Micro-batches that a traced step should have had, and had only one; 0 if there was none.
+        self._too_short = 0
         # The values of k at which memory ran out in trial passes.
         self._put_off: set[int] = set()
         # Steps until a step is traced again, and from that one to the next.
@@ -357,7 +359,9 @@ class LiveProfiler:
         profile = self.rebuild()
         self.complete = profile is not None
         if profile is None:
-            self.failed = "no step of the run could be traced"
+            told = f": each had one micro-batch, of {self._too_short} that it should have" if self._too_short else ""
+            self.failed = "no step of the run could be traced" + told
+            logger.warning("nothing is switched: %s", self.failed)
             return
         there = {unit.name for unit in profile.space.units}
         missing = [unit.name for unit in self.space.units if unit.recomputable and unit.name not in there]
@@ -408,6 +412,8 @@ class LiveProfiler:
             known.forget()
         short_step = use.plan.accumulation_steps > 1 and len(tracer.watch.calls) == 1
         # The last step of an epoch may be a short one, which does not show what later micro-batches need.
+        if short_step:
+            self._too_short = use.plan.accumulation_steps
         news = not short_step and self._note_trace(use, step)
         if known.forgotten > before:
             self._begin_again()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import torch
 from torch import nn
@@ -91,7 +90,6 @@ class _Steps:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, tuner: LiveTuner) -> None:
         self._tuner = tuner
-        self._came_back = False
         # Whether the model's forward pass or the optimizer's step runs.
         self._within = False
         # These hooks keep the tuner alive as long as the model; those of the optimizer must not.
@@ -121,26 +119,16 @@ class _Steps:
 
     def _before(self, module: nn.Module, _args: object) -> None:
         self._within = True
-        if self._came_back and module.training and torch.is_grad_enabled():
+        if self._passes.came_back and module.training and torch.is_grad_enabled():
             # A backward pass has run since the last forward pass, and no update: the loop accumulates.
-            self._came_back = False
             self._passes.next()
 
-    def _after(self, module: nn.Module, _args: object, output: Any) -> None:
+    def _after(self, *_: object) -> None:
         self._within = False
         if not self._tuner.attached:
             self._leave()
-        elif module.training and torch.is_grad_enabled():
-            for leaf in torch.utils._pytree.tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._backward_began)
-                    return
-
-    def _backward_began(self, _gradient: torch.Tensor) -> None:
-        self._came_back = True
 
     def _end(self) -> None:
-        self._came_back = False
         self._passes.end(stepped=True)
         self._within = False
         if self._tuner.attached:

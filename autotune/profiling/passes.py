@@ -247,7 +247,10 @@ def _equal(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
     if one.dtype != two.dtype or one.shape != two.shape or one.layout != two.layout:
         return False
     parts = zip(strided(one), strided(two), strict=True)
-    return all(a.shape == b.shape and bool(torch.isclose(a, b, 0, 0, True).all()) for a, b in parts)
+    # Where nothing is NaN, the first comparison is enough, and ten times as fast.
+    return all(
+        a.shape == b.shape and (torch.equal(a, b) or bool(torch.isclose(a, b, 0, 0, True).all())) for a, b in parts
+    )
 
 
 def distance(one: torch.Tensor | None, two: torch.Tensor | None) -> float:

@@ -160,8 +160,9 @@ def saving_ratios(costs: Sequence[Mapping[str, Cost]], units: Sequence[Unit | No
 def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[Ratio]) -> dict[str, Cost]:
     """Return a unit's costs with an upper bound for saving or recomputing, if only one of them was run.
 
-    A storage of another kind must have been run in this unit: like units may do other work. A like unit that was handed
-    less tells nothing: what does not depend on that, such as gradients of weights, is a larger share of what is alive.
+    A storage of another kind must have been run in this unit: like units may do other work. If all like units were
+    handed less, they tell nothing: what does not depend on that, such as gradients of weights, is a larger share of
+    what is alive. Among several calls of a unit it is a smaller one for the call whose gradient of the weights stays.
 
     Args:
         costs: costs by choice.
@@ -172,8 +173,8 @@ def with_bounds(costs: Mapping[str, Cost], ratios: Sequence[Ratio]) -> dict[str,
         save, again = _saved_and_recomputed(costs, precision)
         if save is None and again is not None:
             least = max(again.backward_peak_bytes) / _UNSEEN_MARGIN
-            known = max((one.saved for one in ratios if one.alive_bytes >= least), default=1.0)
-            ratio = min(known * _UNSEEN_MARGIN, 1.0)
+            is_known = any(one.alive_bytes >= least for one in ratios)
+            ratio = min(max(one.saved for one in ratios) * _UNSEEN_MARGIN, 1.0) if is_known else 1.0
             filled[f"{precision}/{Storage.SAVE}"] = _save_bound(again, ratio)
         elif save is not None and again is None:
             filled |= {f"{precision}/{storage}": _recompute_bound(save) for storage in _RECOMPUTING}

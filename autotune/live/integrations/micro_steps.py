@@ -1,11 +1,12 @@
 """Hooks that report micro-batches to a live tuner, for loops that show neither batches nor backward passes.
 
-The hooks are on the model's root module: its inputs are the batch, and backward begins when its forward pass ends.
+The hooks are on the model's root module: its inputs are the batch, and the backward pass begins when it reaches one of
+its outputs. A loss may call the model several times before that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,46 @@ from torch import nn
 
 from autotune.errors import AttachError
 from autotune.live.tuner import LiveTuner
+from autotune.mechanics.trees import tensors
 from autotune.mechanics.watching_hooks import WatchingHook
+
+
+class BackwardWatch:
+    """Hooks in the graphs of a model's outputs that report the beginning of the backward pass through them.
+
+    Args:
+        began: is called at each micro-batch's backward pass, once.
+    """
+
+    def __init__(self, began: Callable[[], None]) -> None:
+        self._began = began
+        self._handles: list[Any] = []
+        self._expects = self.has_begun = False
+
+    def expect(self, outputs: Any) -> None:
+        """Expect a backward pass through the outputs of one more call of the model."""
+        self._expects = True
+        nodes = {tensor.grad_fn: None for tensor in tensors(outputs) if tensor.grad_fn is not None}
+        self._handles += [node.register_prehook(self._reached) for node in nodes]
+
+    def end(self) -> None:
+        """Note that the micro-batch has ended; a backward pass that was not seen has begun by then."""
+        unseen = self._expects and not self.has_begun
+        self.forget()
+        if unseen:
+            self._began()
+
+    def forget(self) -> None:
+        """Expect no backward pass any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._expects = self.has_begun = False
+
+    def _reached(self, _gradients: object) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            self._began()
 
 
 class MicroSteps:
@@ -29,6 +69,7 @@ class MicroSteps:
         self._watching = False
         self._micro_batches = 0
         self._forwards = 0
+        self._backward = BackwardWatch(lambda: tuner.tell_phase("backward"))
         self._handles = [
             model.register_forward_pre_hook(WatchingHook(self._before, model), with_kwargs=True),
             model.register_forward_hook(WatchingHook(self._after, model), with_kwargs=True),
@@ -39,19 +80,27 @@ class MicroSteps:
         """Forward passes of the model in the present or last step."""
         return self._micro_batches
 
+    @property
+    def came_back(self) -> bool:
+        """Whether the backward pass of the micro-batch has begun."""
+        return self._backward.has_begun
+
     def begin(self) -> None:
         """Note that an optimizer step begins."""
         self._watching = True
+        self._backward.forget()
         self._micro_batches = self._forwards = 0
 
     def next(self) -> None:
         """Note that a micro-batch's backward pass has ended, and that another micro-batch follows in the step."""
+        self._backward.end()
         self._tuner.tell_phase("update")
         self._forwards = 0
 
     def update(self) -> None:
         """Note that the last micro-batch's backward pass has ended, and that the update follows."""
         self._watching = False
+        self._backward.end()
         if self._micro_batches:
             self._tuner.tell_phase("update")
 
@@ -62,6 +111,7 @@ class MicroSteps:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._backward.forget()
         for handle in self._handles:
             handle.remove()
 
@@ -70,8 +120,8 @@ class MicroSteps:
             return
         self._forwards += 1
         if self._forwards > 1:
-            if self._tuner.attached:
-                self._tuner.detach("the model is called more than once for a micro-batch")
+            if self._backward.has_begun and self._tuner.attached:
+                self._tuner.detach("the model is called again after a backward pass of the same micro-batch")
             return
         self._micro_batches += 1
         if self._micro_batches == 1:
@@ -91,9 +141,9 @@ class MicroSteps:
                 self._tuner.failed_beside(error)
         self._watching = True
 
-    def _after(self, module: nn.Module, _args: object, _kwargs: object, _output: object) -> None:
-        if self._watching and self._forwards == 1 and torch.is_grad_enabled() and module.training:
-            self._tuner.tell_phase("backward")
+    def _after(self, module: nn.Module, _args: object, _kwargs: object, output: Any) -> None:
+        if self._watching and torch.is_grad_enabled() and module.training:
+            self._backward.expect(output)
 
 
 def _loss_of(output: Any) -> torch.Tensor:

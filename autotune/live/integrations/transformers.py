@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from autotune.errors import AttachError
 from autotune.live.integrations.attaching_callback import WHERE, Attaches
-from autotune.live.integrations.micro_steps import MicroSteps
+from autotune.live.integrations.micro_steps import BackwardWatch, MicroSteps
 from autotune.live.integrations.retry import Retry, alone
 from autotune.live.limits import Mode, Stage
 from autotune.live.tuner import LiveTuner
@@ -332,9 +332,14 @@ class TunedTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward for each micro-batch of a batch; return the batch's loss."""
-        tuner, retry = self.tuner, self._tuning.retry
+        tuner, retry, backward = self.tuner, self._tuning.retry, self._tuning.backward
         # A batch that does not fit is still cut after the tuner has detached.
-        if tuner is None or retry is None or not (tuner.attached or tuner.plan.accumulation_steps > 1):
+        if (
+            tuner is None
+            or retry is None
+            or backward is None
+            or not (tuner.attached or tuner.plan.accumulation_steps > 1)
+        ):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         # As the Trainer does later: steps after an evaluation would otherwise seem to be of another kind.
@@ -343,8 +348,10 @@ class TunedTrainer(Trainer):
             self._shares = self._losses_are_shares(model, inputs, num_items_in_batch)
 
         def run_one(piece: Any) -> torch.Tensor:
+            backward.forget()
             with self._dividing_by(1.0 if self._shares else 1.0 / tuner.weight):
                 loss = super(TunedTrainer, self).training_step(model, piece, num_items_in_batch)
+            backward.end()
             tuner.accumulated(loss)
             return loss
 
@@ -399,6 +406,7 @@ class _Tuning(_Callback):
     modes = tuple(Mode)
     tunes_k = True
     retry: Retry | None = None
+    backward: BackwardWatch | None = None
     _handle: Any = None
 
     def __init__(self, trainer: TunedTrainer, **options: Any) -> None:
@@ -410,6 +418,8 @@ class _Tuning(_Callback):
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+        if self.backward is not None:
+            self.backward.forget()
         super().detach(reason)
 
     def _callable(self, args: TrainingArguments, model: nn.Module) -> nn.Module:
@@ -423,6 +433,7 @@ class _Tuning(_Callback):
         return wrapped
 
     def _watch(self, model: nn.Module, tuner: LiveTuner) -> None:
+        self.backward = BackwardWatch(lambda: tuner.tell_phase("backward"))
         self._handle = model.register_forward_hook(WatchingHook(self._forward_ended, model))
         optimizer: Any = self._trainer.optimizer
         self.retry = Retry(
@@ -444,9 +455,9 @@ class _Tuning(_Callback):
         if self.tuner is not None:
             self.tuner.end_step(stepped=not getattr(optimizer, "step_was_skipped", False))
 
-    def _forward_ended(self, module: nn.Module, _args: object, _output: object) -> None:
-        if self.tuner is not None and module.training and torch.is_grad_enabled():
-            self.tuner.tell_phase("backward")
+    def _forward_ended(self, module: nn.Module, _args: object, output: Any) -> None:
+        if self.backward is not None and module.training and torch.is_grad_enabled():
+            self.backward.expect(output)
 
 
 def _check(args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
