@@ -57,6 +57,10 @@ HELP: dict[str, tuple[str, ...]] = {
         "autotune reproduce table3 --scale cpu",
         "autotune reproduce table1 --data /data",
     ),
+    "elastic": (
+        "Train a job on ranks whose number may change.",
+        "torchrun --standalone --nproc-per-node 4 --max-restarts 9 -m autotune elastic charlm --memory-budget 1GiB",
+    ),
     "explain": (
         "Show why a plan chose what it chose.",
         "autotune explain runs/RUN --pareto",

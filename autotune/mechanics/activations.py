@@ -55,6 +55,7 @@ from autotune.mechanics.kept import (
     flattened,
     is_carrier,
     objects_of,
+    own_containers,
     own_values,
     without_graph,
 )
@@ -77,7 +78,7 @@ _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-_NO_HOOKS: OrderedDict[Any, Any] = OrderedDict()
+_NOTHING: OrderedDict[Any, Any] = OrderedDict()
 # First calls in which writes to saved tensors are looked for, and the most shapes of arguments that are told apart.
 _LOOKED_AT, _MOST_SHAPES = 16, 1000
 
@@ -119,6 +120,7 @@ class _Again(AbstractContextManager[None]):
         self.handed: Mapping[int, Any] = {}
         # Arguments to pass instead of their copies: those alive and unchanged, or, with ``insists``, all of them.
         self.originals: dict[int, Callable[[], Any]] = {}
+        self._insisted: set[int] = set()
         self.insists = False
         # Copies of the module's arguments, if they are kept.
         self.kept: Kept | None = None
@@ -127,31 +129,33 @@ class _Again(AbstractContextManager[None]):
         self._then: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         # Each weight, and whether it required a gradient.
         self._weights: list[tuple[nn.Parameter, bool]] = []
+        own = own_values(parts)
+        bar = recomputation.bar_late
+        copied = {id(vars(parts[place])[name]) for place, kept in self.objects.attributes.items() for name in kept}
+        found = (state_of_hooks(parts[1:], bar), state_of_attributes(own, own_containers(parts), copied, bar))
+        self._reached = [state for state in found if state is not None]
+        # What objects or hooks refer to as well is restored as it is, instead of being replaced by a copy.
+        self._shared = frozenset().union(*(state.objects for state in self._reached))
         for place, part in enumerate(parts):
             if not isinstance(part, torch.jit.ScriptModule):
                 # Copies replace the original objects, which would keep other passes' graphs alive.
-                then = {**part.__dict__, **self.objects.attributes.get(place, {})}
+                then = {**part.__dict__, **self._copies_of(place, part.__dict__)}
                 self._own.append((place, part.__dict__, then))
                 # This restores which buffers there were; their values are restored separately.
-                self._then += [
-                    (held, held.copy()) for held in (part._modules, part._buffers) if type(held) is dict and held
-                ]
+                owned = (held for held in (part._modules, part._buffers) if type(held) is dict)
+                self._then += [(held, held.copy() if held else _NOTHING) for held in owned]
                 hooks = (part.__dict__[kind] for kind in _HOOKS)
-                self._then += [(held, held.copy() if held else _NO_HOOKS) for held in hooks]
+                self._then += [(held, held.copy() if held else _NOTHING) for held in hooks]
                 # torch.func.functional_call runs a module with weights other than its own. A dictionary of another
                 # class is left out: DeepSpeed's ZeRO-3 gathers a weight when its dictionary is read.
                 if part._parameters and type(part._parameters) is dict:
                     self._then.append((part._parameters, part._parameters.copy()))
                     self._weights += [(one, one.requires_grad) for one in part._parameters.values() if one is not None]
-        own = own_values(parts)
         for held in objects_of(own):
             # Without graphs: an object that collects others' results would keep their graphs alive.
             values = held.items()
             then = {name: without_graph(one) if isinstance(one, torch.Tensor) else one for name, one in values}
             self._then.append((held, then))
-        bar = recomputation.bar_late
-        found = (state_of_hooks(parts[1:], bar), state_of_attributes(own, bar))
-        self._reached = [state for state in found if state is not None]
         tensors = _tensors_of(parts)
         self._versions = [(one, version_of(one)) for one in tensors]
         # A weight in a dictionary of another class is given its data by others, in hooks.
@@ -168,6 +172,11 @@ class _Again(AbstractContextManager[None]):
     def runs(self) -> bool:
         return bool(self._entered)
 
+    def _copies_of(self, place: int, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the copies that replace attributes of a part, given its place and its own attributes."""
+        copies = self.objects.attributes.get(place, {})
+        return {name: copy for name, copy in copies.items() if id(own.get(name)) not in self._shared}
+
     def has_run(self, leaves: Sequence[Any]) -> None:
         """Record the effects of the first run.
 
@@ -179,7 +188,10 @@ class _Again(AbstractContextManager[None]):
         """
         for place, copy in self.objects.handed.items():
             original = leaves[place]
-            if original is not copy and is_unchanged(original, copy):
+            if id(original) in self._shared:
+                self.originals[place] = functools.partial(_itself, original)
+                self._insisted.add(place)
+            elif original is not copy and is_unchanged(original, copy):
                 # An object that allows no weak reference is copied instead.
                 with suppress(TypeError):
                     self.originals[place] = weakref.ref(original)
@@ -210,7 +222,12 @@ class _Again(AbstractContextManager[None]):
         """
         self.objects = self.objects.copied(unused)
         for place, _, then in self._own:
-            then.update(self.objects.attributes.get(place, {}))
+            then.update(self._copies_again(place, self.objects, then))
+
+    def _copies_again(self, place: int, objects: Objects, then: Mapping[str, Any]) -> dict[str, Any]:
+        """Return further copies of the attributes of a part that were replaced by copies."""
+        copies = objects.attributes.get(place, {})
+        return {name: copy for name, copy in copies.items() if id(then.get(name)) not in self._shared}
 
     def _made_again(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Return each dictionary of the parts with its recorded contents, with new copies of objects at each call."""
@@ -220,7 +237,9 @@ class _Again(AbstractContextManager[None]):
         known = {
             place: one
             for place, one in alive.items()
-            if self.insists or (one is not None and not written and is_unchanged(one, self.objects.handed[place]))
+            if self.insists
+            or place in self._insisted
+            or (one is not None and not written and is_unchanged(one, self.objects.handed[place]))
         }
         try:
             again = self.objects.copied(_itself if self.kept is None else self.kept.then, known)
@@ -229,7 +248,7 @@ class _Again(AbstractContextManager[None]):
             self.recomputation.bar_late(reason)
             again = self.objects
         self.handed = again.handed
-        own = [(held, {**then, **again.attributes.get(place, {})}) for place, held, then in self._own]
+        own = [(held, {**then, **self._copies_again(place, again, then)}) for place, held, then in self._own]
         return [*own, *self._then]
 
     def __enter__(self) -> None:
@@ -247,6 +266,7 @@ class _Again(AbstractContextManager[None]):
             stack.enter_context(self.recomputation.around.as_they_were())
         for state in self._reached:
             stack.enter_context(state.as_before())
+        stack.enter_context(_tensor_hooks_kept([weight for weight, _ in self._weights]))
         # Code that gives a weight other data for the time of a call may never come to put the former back.
         present = _data_of([one for one, _ in self._data])
         stack.callback(_put_data, present)
@@ -313,6 +333,21 @@ def _may_not_end(code: CodeType) -> bool:
     return bare or "CHECK_EXC_MATCH" in steps or not {"suppress", "acquire"}.isdisjoint(code.co_names)
 
 
+@contextmanager
+def _tensor_hooks_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Run the body; afterwards, tensors have the hooks again that they had before."""
+    before = [(one, one._backward_hooks, dict(one._backward_hooks or {})) for one in tensors]
+    try:
+        yield
+    finally:
+        for one, hooks, then in before:
+            if one._backward_hooks is not hooks:
+                one._backward_hooks = hooks
+            if hooks is not None and len(hooks) != len(then):
+                hooks.clear()
+                hooks.update(then)
+
+
 def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
     """Return the parts' weights and tensor attributes, without buffers."""
     held: Iterator[Any] = (
@@ -349,10 +384,10 @@ def _restore(former: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
 
 
 def _holds(own: dict[Any, Any], then: dict[Any, Any]) -> bool:
-    """Return whether two dictionaries have the same objects as values, in the same order, and hooks the same keys."""
-    if len(own) != len(then) or not all(map(operator.is_, own.values(), then.values())):
+    """Return whether two dictionaries have the same objects as keys and values, in the same order."""
+    if len(own) != len(then) or not all(map(operator.is_, own, then)):
         return False
-    return type(own) is not OrderedDict or own.keys() == then.keys()
+    return all(map(operator.is_, own.values(), then.values()))
 
 
 def _itself(value: Any) -> Any:

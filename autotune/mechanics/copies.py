@@ -11,6 +11,7 @@ import copy
 import functools
 import io
 import random
+import re
 import struct
 import sys
 import threading
@@ -60,7 +61,7 @@ _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 # Beginnings of the names of attributes that torch.compile sets on tensors to say which sizes may vary.
 _COMPILER_MARKS = ("_dynamo", "_has_dynamo", "_specialize_on")
 # Packages whose objects belong to the process: process groups, streams, context variables and loggers.
-_OF_THE_PROCESS = ("torch._C", "torch.distributed", "contextvars", "_contextvars", "logging")
+_OF_THE_PROCESS = re.compile(r"(torch\._C|torch\.distributed|_?contextvars|logging)($|\.)")
 # Most objects in one copy; an object that leads to more probably leads to the whole program.
 _MOST_OBJECTS = 50_000
 # Packages whose classes' slots hold nothing that a pass changes.
@@ -144,7 +145,8 @@ class Copier:
 
     def _bound_again(self, value: Any) -> Any:
         if isinstance(value, functools.partial):
-            return functools.partial(value.func, *self._copied(value.args), **self._copied(value.keywords))
+            func, keywords = self._copied(value.func), self._copied(value.keywords)
+            return functools.partial(func, *self._copied(value.args), **keywords)
         owner = value.__self__
         if isinstance(value, MethodType):
             return MethodType(value.__func__, self._copied(owner))
@@ -169,6 +171,8 @@ class Copier:
         made = self.know(value, value.copy() if type(value) in (list, dict) else copy.copy(value))
         if isinstance(value, dict) and not _SCALARS.issuperset(map(type, value)):
             self._keyed.append(made)
+        if isinstance(value, defaultdict):
+            made.default_factory = self._copied(value.default_factory)
         if has_scalars_only(value):
             pass
         elif isinstance(value, dict):
@@ -603,7 +607,7 @@ def _way(kind: type) -> Callable[[Copier, Any], Any] | None:
 def _belongs_to_process(kind: type) -> bool:
     """Return whether objects of a type represent something that exists once per process."""
     own = issubclass(kind, torch.Tensor | torch.Generator | nn.Module)
-    return not own and kind.__module__.startswith(_OF_THE_PROCESS)
+    return not own and _OF_THE_PROCESS.match(kind.__module__) is not None
 
 
 _IS_SHARED = _ByKind(lambda kind: kind is object or issubclass(kind, _SHARED))

@@ -248,6 +248,16 @@ def is_carrier(value: Any) -> bool:
     return carries
 
 
+def own_containers(parts: Sequence[nn.Module]) -> list[Any]:
+    """Return the lists, dictionaries and sets that are attributes of modules, apart from those of every module."""
+    return [
+        value
+        for part in parts
+        for name, value in part.__dict__.items()
+        if isinstance(value, _MUTABLE) and value and name not in OF_MODULES
+    ]
+
+
 def own_values(parts: Sequence[nn.Module]) -> list[Any]:
     """Return the attributes of modules that are neither those of every module nor numbers, texts or plain containers.
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 import sys
 import weakref
 from argparse import Namespace
-from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,18 @@ import torch
 from torch import nn
 
 from autotune.mechanics.buffers import version_of
-from autotune.mechanics.copies import attributes_of, own_dict
+from autotune.mechanics.copies import attributes_of, has_scalars_only, is_named, own_dict
+from autotune.mechanics.kept import without_graph
 from autotune.mechanics.loop_signals import any_error
-from autotune.mechanics.seen_state import Seen, cell_seen, object_seen, snapshot_of
+from autotune.mechanics.seen_state import GENERATORS, Seen, cell_seen, object_seen, snapshot_of
 
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque, tuple, frozenset)
 # Containers that cannot change, but their items can.
 _CONSTANT = (tuple, frozenset)
 # Code that may hold state.
-_CODE = (FunctionType, MethodType, functools.partial)
+_CODE = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 # Classes of Python whose objects hold what users put in them.
-_OPEN = (SimpleNamespace, Namespace, UserDict, UserList)
+_OPEN = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap)
 # The most objects that are looked at, and the most items of all of them.
 _MOST_OBJECTS, _MOST_ITEMS = 256, 4096
 # Larger arrays, and tensors, are not copied before each call.
@@ -45,6 +47,8 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "autotune"})
 _CONCURRENT = frozenset({"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"})
 # Code of a weak proxy's referent runs where its type is asked for.
 _WEAK = (weakref.ReferenceType, *weakref.ProxyTypes)
+# Generators that the whole process shares; nobody else's state may be put back.
+_OF_THE_PROCESS: tuple[Any, ...] = (torch.default_generator, np.random.mtrand._rand, random._inst)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, *_WEAK})
 
 
@@ -68,6 +72,11 @@ class ReachedState:
         self._others = [one for one in found if not isinstance(one, torch.Tensor) and _is_copied(one)]
         self._then = [_without_graphs(seen) for one in self._others for seen in _seen(one)]
         self._written: list[torch.Tensor] = []
+
+    @property
+    def objects(self) -> frozenset[int]:
+        """Return the ids of the containers and objects that are restored."""
+        return frozenset(map(id, self._others))
 
     def has_run(self) -> bool:
         """Note which tensors the first pass has written to; return whether there are any that were not copied."""
@@ -132,18 +141,33 @@ def state_of_hooks(parts: Sequence[nn.Module], failed: Callable[[str], None]) ->
     return ReachedState(roots, failed) if roots else None
 
 
-def state_of_attributes(values: Sequence[Any], failed: Callable[[str], None]) -> ReachedState | None:
+def state_of_attributes(
+    values: Sequence[Any], containers: Sequence[Any], copied: Collection[int], failed: Callable[[str], None]
+) -> ReachedState | None:
     """Return what objects of the user's own classes, functions, tuples and large arrays hold.
 
     Args:
         values: attributes of modules.
+        containers: lists, dictionaries and sets among the attributes.
+        copied: ids of those that are replaced by copies, which share tensors, functions and globals with them.
         failed: called with the reason if something cannot be restored.
 
     Returns:
         ``None`` if there is no such attribute.
     """
     roots = [value for value in values if _is_root(value)]
+    roots += [value for value in containers if id(value) not in copied]
+    held = [value for value in containers if id(value) in copied and not has_scalars_only(value)]
+    if held:
+        roots += [one for one in _reached(held) if _is_shared(one)]
     return ReachedState(roots, failed) if roots else None
+
+
+def _is_shared(one: Any) -> bool:
+    """Return whether copies of a container share something in it that can change."""
+    if isinstance(one, torch.Tensor):
+        return not one.requires_grad
+    return isinstance(one, FunctionType) or (_is_users_own(one) and is_named(one))
 
 
 def _is_root(value: Any) -> bool:
@@ -187,7 +211,7 @@ def _without_graphs(seen: Seen) -> Seen:
 
 
 def _left(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+    return without_graph(value) if isinstance(value, torch.Tensor) else value
 
 
 def _held_by_code(code: Any) -> list[Any]:
@@ -197,11 +221,15 @@ def _held_by_code(code: Any) -> list[Any]:
     """
     if isinstance(code, functools.partial):
         return [code.func, *code.args, *code.keywords.values()]
+    if isinstance(code, BuiltinFunctionType):
+        # A method of a list, and the like.
+        return [] if isinstance(code.__self__, type | ModuleType) or code.__self__ is None else [code.__self__]
     if isinstance(code, MethodType):
         return [] if isinstance(code.__self__, nn.Module) else [code.__self__, code.__func__]
     if _is_librarys(code.__module__):
         return []
-    return [*(code.__closure__ or ()), *(code.__defaults__ or ()), *([vars(code)] if vars(code) else [])]
+    held = [one for one in (vars(code), code.__kwdefaults__) if one]
+    return [*(code.__closure__ or ()), *(code.__defaults__ or ()), *held]
 
 
 def _reached(roots: Iterable[Any]) -> list[Any]:
@@ -223,6 +251,9 @@ def _inner(one: Any) -> list[Any] | None:
     """Return what an object holds; ``None`` if it is not looked at."""
     if isinstance(one, torch.Tensor):
         return None if isinstance(one, nn.Parameter) else []
+    if isinstance(one, nn.Module):
+        # One that no module has as its part. Its own parts are left out: it may lead to the whole model.
+        return [held for held in one._buffers.values() if held is not None] if type(one._buffers) is dict else None
     if isinstance(one, np.ma.MaskedArray):
         return [one.data, one.mask]
     if isinstance(one, np.ndarray):
@@ -231,6 +262,9 @@ def _inner(one: Any) -> list[Any] | None:
         return [cell.then[0]] if (cell := cell_seen("", one)).then else []
     if isinstance(one, _CODE):
         return _held_by_code(one)
+    if isinstance(one, GENERATORS):
+        is_foreign = isinstance(one, random.SystemRandom) or any(one is other for other in _OF_THE_PROCESS)
+        return None if is_foreign else []
     return _inner_of_object(one)
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 # Attributes of classes that nobody changes in place; the code of functions is inspected where it is called.
 _FUNCTIONS = (FunctionType, classmethod, staticmethod, property)
 _OF_CLASSES = (*_FUNCTIONS, type, MethodType, BuiltinFunctionType)
+# Methods of objects made in C, such as ``itertools.count().__next__``.
+_METHODS_IN_C = (BuiltinFunctionType, MethodWrapperType)
+# The most objects within an attribute that are looked at.
+_MOST_WITHIN = 256
 _LEFT_OUT = (*PLAIN, type(None))
 _WEAK: tuple[type, ...] = (weakref.ReferenceType, *weakref.ProxyTypes)
 
@@ -93,6 +97,8 @@ class Surroundings:
                 self._take(name, value)
             for function in functions_of(value, names):
                 self._look_into(name, function, _DEPTH)
+            if not named:
+                self._take_shared(name, value)
 
     def changed(self, *, grown: bool = False) -> str | None:
         """Return the name of the first object whose state has changed, or ``None``.
@@ -131,6 +137,10 @@ class Surroundings:
 
     def _look_into(self, name: str, function: Any, depth: int) -> None:
         """Watch what a function's code names, its closure, and the functions that it may call by name."""
+        while isinstance(function, functools.partial):
+            for one in (*function.args, *function.keywords.values()):
+                self._take(f"what {name} is given", one)
+            function = function.func
         if isinstance(function, MethodType):
             self._take(f"{name}.__self__", function.__self__)
         for one in plain_functions(function):
@@ -138,6 +148,30 @@ class Surroundings:
                 self._met.add(id(one))
                 if not is_trusted(one.__module__):
                     self._look_into_code(one, depth - 1)
+
+    def _take_shared(self, name: str, value: Any) -> None:
+        """Watch what copies of a container or an object share with it: functions, globals, constants, referents."""
+        waiting, met = [value], set[int]()
+        while waiting and len(met) < _MOST_WITHIN:
+            one = waiting.pop()
+            kind = type(one)
+            if id(one) in met or issubclass(kind, nn.Module | torch.Tensor | ModuleType | type):
+                continue
+            met.add(id(one))
+            if issubclass(kind, _WEAK):
+                self._take(name, _referent(one))
+            elif issubclass(kind, FunctionType | MethodType | functools.partial):
+                self._look_into(name, one, _DEPTH)
+            elif issubclass(kind, _METHODS_IN_C):
+                self._take(name, one.__self__)
+            elif not is_trusted(kind.__module__) and (hasattr(kind, "__deepcopy__") or is_named(one)):
+                self._take(name, one)
+            elif issubclass(kind, list | tuple | set | frozenset | deque):
+                waiting += one
+            elif issubclass(kind, dict):
+                waiting += [*one.values(), *([one.default_factory] if issubclass(kind, defaultdict) else [])]
+            elif not is_trusted(kind.__module__):
+                waiting += attributes_of(one).values()
 
     def _look_into_code(self, function: FunctionType, depth: int) -> None:
         names = names_in(function.__code__)
