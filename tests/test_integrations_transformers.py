@@ -611,7 +611,7 @@ def test_a_tuned_trainer_profiles_a_loss_that_calls_the_model_twice(tmp_path: Pa
     assert trainer.tuner.detached_because == "the training ended"
     assert "profile" not in trainer.tuner.locks
     assert trainer.tuner.status["decided"] is not None
-    assert trainer._tuning.backward._handles == []
+    assert trainer._tuning.passes._handles == []
 
 
 @pytest.mark.slow

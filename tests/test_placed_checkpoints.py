@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from small_jobs import differences
 from small_models import TinyGPT
 from torch import nn
@@ -102,3 +105,103 @@ def test_an_optimizer_that_is_not_there_or_not_the_only_one_is_asked_for():
         autotune.checkpoint(model, memory_budget="8GB")
     assert autotune.checkpoint(model, memory_budget="8GB", optimizer=kept[0]).attached
     autotune.detach(model)
+
+
+def outputs_as(kind: str, found: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Return what a model may return for a result, and the result that the loss uses."""
+    if kind == "namespace":
+        return SimpleNamespace(found=found), found
+    if kind == "cyclic":
+        made: dict[str, Any] = {"found": found}
+        made["self"] = made
+        return made, found
+    if kind == "unset":
+        return Unset(), found
+    view = found.view(-1)
+    return view, view
+
+
+@dataclasses.dataclass
+class Unset:
+    """An output with a field that has no value."""
+
+    found: torch.Tensor = dataclasses.field(init=False)
+
+
+class Returning(TinyGPT):
+    """A model that returns its result in an object, and keeps what the loss uses."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        returned, self.result = outputs_as(self.kind, super().forward(tokens))
+        return returned
+
+
+@pytest.mark.parametrize("kind", ["namespace", "cyclic", "unset", "view"])
+def test_outputs_of_any_kind_are_profiled_from_the_first_steps(kind: str) -> None:
+    def run(attached: bool) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        model: Any = Returning(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        tuner = autotune.checkpoint(model, memory_budget=10**9) if attached else None
+        losses, generator = [], torch.Generator().manual_seed(1)
+        for _ in range(STEPS):
+            model(torch.randint(8, (BATCH, 4), generator=generator))
+            if kind == "view":
+                # The graph of a view that is written to is another one than the one that was returned.
+                model.result.div_(0.7)
+            loss = model.result.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, tuner
+
+    (expected, _), (found, tuner) = run(False), run(True)
+    assert found == expected
+    assert tuner.attached
+    assert "profile" not in tuner.locks
+    assert tuner.status["decided"] is not None
+
+
+@pytest.mark.parametrize("kind", ["checkpointed", "closure", "evaluation mode"])
+def test_loops_whose_steps_cannot_be_seen_are_left_with_a_warning(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    def run(attached: bool) -> tuple[list[float], Any]:
+        model = gpt()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        tuner = autotune.checkpoint(model, memory_budget=1) if attached else None
+        losses, generator = [], torch.Generator().manual_seed(1)
+        model.train(kind != "evaluation mode")
+        for _ in range(STEPS):
+            tokens = torch.randint(8, (BATCH, 4), generator=generator)
+
+            def closure(tokens: torch.Tensor = tokens) -> torch.Tensor:
+                optimizer.zero_grad()
+                is_checkpointed = kind == "checkpointed"
+                found = (
+                    torch.utils.checkpoint.checkpoint(model, tokens, use_reentrant=False)
+                    if is_checkpointed
+                    else model(tokens)
+                )
+                loss: torch.Tensor = found.square().mean()
+                loss.backward()
+                losses.append(loss.item())
+                return loss
+
+            if kind == "closure":
+                optimizer.step(closure)  # type: ignore[arg-type]
+            else:
+                closure()
+                optimizer.step()
+        return losses, tuner
+
+    (expected, _), (found, tuner) = run(False), run(True)
+    assert found == expected
+    assert not tuner.attached
+    assert "no memory budget is kept" in caplog.text
+    # Hooks on saved tensors are gone: other models are trained as before.
+    other = gpt()
+    other(torch.zeros(2, 4, dtype=torch.long)).sum().backward()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from torch import distributed
 
 from autotune.cost_model.profile import Profile
-from autotune.cost_model.solver import Solution, solve
+from autotune.cost_model.solver import SAFETY_MARGIN, Solution, smallest, solve
 from autotune.engines.fsdp2_engine import Fsdp2Engine
 from autotune.engines.rendezvous import join_ranks
 from autotune.engines.torch_engine import EngineOptions
@@ -43,7 +43,7 @@ _STATE, _PART = "state-", ".part"
 # Snapshots that are kept: if the last one cannot be read, the one before it is loaded.
 _KEPT = 2
 # Share of the predicted peak of a plan for which memory ran out that other plans may have.
-_LEANER = 0.95
+_LEANER = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +296,11 @@ def fastest(
         BudgetError: if no plan fits.
     """
     limits = [*([] if budget_bytes is None else [budget_bytes]), *(int(_LEANER * peak) for peak in failed)]
+    if failed:
+        # Then the leanest plan is the last that is tried.
+        leanest = min((smallest(measured).peak_bytes for _, measured in profiles), default=0)
+        if leanest < min(failed):
+            limits = [max(min(limits), math.ceil(leanest / (1 - SAFETY_MARGIN)) + 1)]
     found: list[tuple[Mesh, Solution]] = []
     refused: BudgetError | None = None
     for mesh, measured in profiles:

@@ -303,6 +303,10 @@ class Pilot:
             if self._probe is not None:
                 self._probe.next_micro_batch()
 
+    def go_on(self) -> None:
+        """Note that a micro-batch's forward pass goes on, whose end was told."""
+        self._profiler.go_on()
+
     def before_update(self, norm: float, micro_samples: Sequence[int], scales: Sequence[float]) -> None:
         """Read the gradient's statistics, after unscaling and before clipping."""
         if self._probe is None:

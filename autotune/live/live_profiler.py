@@ -241,6 +241,11 @@ class LiveProfiler:
         if self._use is not None:
             self._use.phase(name)
 
+    def go_on(self) -> None:
+        """Note that the forward pass goes on, whose end was told."""
+        if self._use is not None:
+            self._use.go_on()
+
     def end(self, step: Step) -> bool:
         """Evaluate the step; return whether the profile has changed."""
         use, self._use, self.step_peak = self._use, None, None
@@ -388,10 +393,11 @@ class LiveProfiler:
             case Probing():
                 self._allowed.lock_storage(self.probes.read(use))
                 return False
-            case Tracing():
-                return self._read_trace(use, step)
             case Timing():
-                return self._read_times(use, step)
+                calls = [] if use.watch is None else use.watch.calls
+                if any(len(one) > len(calls[0]) for one in calls):
+                    raise RuntimeError("a later micro-batch of a step calls more units than its first one")
+                return self._read_trace(use, step) if isinstance(use, Tracing) else self._read_times(use, step)
             case _:
                 return False
 

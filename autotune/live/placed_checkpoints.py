@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 
 import torch
@@ -14,7 +15,10 @@ from autotune.live.attach import attach, leave_to_model
 from autotune.live.attached import Budget
 from autotune.live.integrations.micro_steps import MicroSteps
 from autotune.live.tuner import LiveTuner
+from autotune.mechanics.ambient import runs_backward
 from autotune.mechanics.watching_hooks import WatchingHook
+
+logger = logging.getLogger(__name__)
 
 
 def checkpoint(
@@ -32,7 +36,7 @@ def checkpoint(
 
     Training stays bit-identical. It is :func:`autotune.attach` in mode ``exact`` with the policy ``exact``; the steps
     are seen from the model's forward passes and the optimizer's steps, so that nothing is called in the loop. A loop
-    that calls the model more than once for one backward pass is left with a warning.
+    whose steps cannot be seen (closures, training in evaluation mode) is left with a warning.
 
     Args:
         model: the model as the loop calls it, on its device.
@@ -69,6 +73,8 @@ def _optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         for one in gc.get_objects()
         # Some modules answer isinstance() with a warning.
         if issubclass(type(one), torch.optim.Optimizer)
+        # Not a wrapper of another one, such as Accelerate's.
+        and not isinstance(getattr(one, "optimizer", None), torch.optim.Optimizer)
         and any(id(parameter) in own for group in getattr(one, "param_groups", ()) for parameter in group["params"])
     ]
     if len(found) != 1:
@@ -118,6 +124,9 @@ class _Steps:
         self._passes.begin()
 
     def _before(self, module: nn.Module, _args: object) -> None:
+        if runs_backward():
+            # A checkpoint of the loop's own, round the model, runs it again.
+            return
         self._within = True
         if self._passes.came_back and module.training and torch.is_grad_enabled():
             # A backward pass has run since the last forward pass, and no update: the loop accumulates.
@@ -129,6 +138,10 @@ class _Steps:
             self._leave()
 
     def _end(self) -> None:
+        if not self._passes.micro_batches and self._tuner.attached:
+            reason = "a step did not call the model in training mode before the optimizer's step, as far as is seen"
+            logger.warning("%s; the tuner leaves this run, and no memory budget is kept", reason)
+            self._tuner.detach(reason)
         self._passes.end(stepped=True)
         self._within = False
         if self._tuner.attached:

@@ -44,6 +44,9 @@ class Use:
     def phase(self, name: Phase) -> None:
         """Note that a pass of a micro-batch begins."""
 
+    def go_on(self) -> None:
+        """Note that the forward pass goes on, whose end was told."""
+
     def close(self) -> None:
         """Stop watching, whether or not the step was finished."""
 
@@ -121,6 +124,11 @@ class Timing(Use):
         """Note that a pass begins."""
         if self.watch is not None:
             self.watch.begin(name)
+
+    def go_on(self) -> None:
+        """Note that the forward pass goes on, whose end was told."""
+        if self.watch is not None:
+            self.watch.go_on()
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -507,6 +507,12 @@ class LiveTuner:
         """Begin a micro-batch's ``forward`` or ``backward`` pass, or the ``update`` after it."""
         self._tell_phase(name)
 
+    def go_on(self) -> None:
+        """Go on with a forward pass after ``tell_phase("backward")``: the loss calls the model once more."""
+        self._tell_time("forward")
+        if self._pilot is not None:
+            self._safely(lambda pilot: pilot.go_on())
+
     def end_step(
         self, *, losses: Sequence[torch.Tensor] | None = None, norm: float = float("nan"), stepped: bool = True
     ) -> None:

@@ -183,6 +183,12 @@ def saving_hook() -> Callable[[torch.Tensor], Any] | None:
     return None if hooks is None else hooks[0]
 
 
+def checkpoints() -> bool:
+    """Return whether what runs now is checkpointed by torch's own function, without reentrance."""
+    pack = saving_hook()
+    return pack is not None and pack.__module__ == checkpoint.__name__
+
+
 def _is_foreign(one: Any) -> bool:
     """Return whether a mode or hook belongs neither to torch, whose own keep its semantics, nor to this package."""
     named = one if hasattr(one, "__qualname__") else type(one)

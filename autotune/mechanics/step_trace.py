@@ -199,6 +199,11 @@ class StepWatch:
         else:
             self._go(Place(self.place.micro_batch, phase, -1))
 
+    def go_on(self) -> None:
+        """Note that the forward pass goes on: the backward pass, which was taken to have begun, has not."""
+        if self.places and self.place.phase == "backward":
+            self.places[-1] = Place(self.place.micro_batch, "forward", 2 * len(self.calls[-1]))
+
     def _go(self, place: Place) -> None:
         self.places.append(place)
         self.stamps.append(self._stamp())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from autotune.errors import AttachError
 from autotune.live.integrations.attaching_callback import WHERE, Attaches
-from autotune.live.integrations.micro_steps import BackwardWatch, MicroSteps
+from autotune.live.integrations.micro_steps import ForwardPasses, MicroSteps
 from autotune.live.integrations.retry import Retry, alone
 from autotune.live.limits import Mode, Stage
 from autotune.live.tuner import LiveTuner
@@ -332,12 +332,12 @@ class TunedTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward for each micro-batch of a batch; return the batch's loss."""
-        tuner, retry, backward = self.tuner, self._tuning.retry, self._tuning.backward
+        tuner, retry, passes = self.tuner, self._tuning.retry, self._tuning.passes
         # A batch that does not fit is still cut after the tuner has detached.
         if (
             tuner is None
             or retry is None
-            or backward is None
+            or passes is None
             or not (tuner.attached or tuner.plan.accumulation_steps > 1)
         ):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -348,10 +348,10 @@ class TunedTrainer(Trainer):
             self._shares = self._losses_are_shares(model, inputs, num_items_in_batch)
 
         def run_one(piece: Any) -> torch.Tensor:
-            backward.forget()
+            passes.begin()
             with self._dividing_by(1.0 if self._shares else 1.0 / tuner.weight):
                 loss = super(TunedTrainer, self).training_step(model, piece, num_items_in_batch)
-            backward.end()
+            passes.forget()
             tuner.accumulated(loss)
             return loss
 
@@ -406,8 +406,8 @@ class _Tuning(_Callback):
     modes = tuple(Mode)
     tunes_k = True
     retry: Retry | None = None
-    backward: BackwardWatch | None = None
-    _handle: Any = None
+    passes: ForwardPasses | None = None
+    _handles: Sequence[Any] = ()
 
     def __init__(self, trainer: TunedTrainer, **options: Any) -> None:
         super().__init__(**options)
@@ -415,11 +415,11 @@ class _Tuning(_Callback):
 
     def detach(self, reason: str = "detach() was called") -> None:
         """Restore the model; training continues."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-        if self.backward is not None:
-            self.backward.forget()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+        if self.passes is not None:
+            self.passes.forget()
         super().detach(reason)
 
     def _callable(self, args: TrainingArguments, model: nn.Module) -> nn.Module:
@@ -433,8 +433,11 @@ class _Tuning(_Callback):
         return wrapped
 
     def _watch(self, model: nn.Module, tuner: LiveTuner) -> None:
-        self.backward = BackwardWatch(lambda: tuner.tell_phase("backward"))
-        self._handle = model.register_forward_hook(WatchingHook(self._forward_ended, model))
+        self.passes = ForwardPasses(tuner, [one for one in model.parameters() if one.requires_grad])
+        self._handles = (
+            model.register_forward_pre_hook(WatchingHook(self._forward_begins, model)),
+            model.register_forward_hook(WatchingHook(self._forward_ended, model)),
+        )
         optimizer: Any = self._trainer.optimizer
         self.retry = Retry(
             tuner,
@@ -455,9 +458,14 @@ class _Tuning(_Callback):
         if self.tuner is not None:
             self.tuner.end_step(stepped=not getattr(optimizer, "step_was_skipped", False))
 
+    def _forward_begins(self, module: nn.Module, _args: object) -> None:
+        passes = self.passes
+        if passes is not None and passes.has_returned and module.training and torch.is_grad_enabled():
+            passes.go_on()
+
     def _forward_ended(self, module: nn.Module, _args: object, output: Any) -> None:
-        if self.backward is not None and module.training and torch.is_grad_enabled():
-            self.backward.expect(output)
+        if self.passes is not None and module.training and torch.is_grad_enabled():
+            self.passes.returned(output)
 
 
 def _check(args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
