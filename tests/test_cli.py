@@ -26,6 +26,7 @@ VERBS = [
     "compare",
     "demo",
     "doctor",
+    "elastic",
     "explain",
     "export",
     "knobs",

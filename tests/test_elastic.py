@@ -198,10 +198,15 @@ def test_the_fastest_layout_that_fits_is_chosen_and_leaner_ones_after_memory_ran
     meshes = [(Mesh(shard=2), measured), (Mesh(dp=2), slower)]
     mesh, free = fastest(meshes, None, [])
     assert mesh == Mesh(shard=2)
+    least = smallest(measured).peak_bytes
     _, leaner = fastest(meshes, None, [float(free.peak_bytes)])
-    assert leaner.peak_bytes <= 0.8 * free.peak_bytes
-    _, leanest = fastest(meshes, None, [1.01 * smallest(measured).peak_bytes])
-    assert leanest.peak_bytes <= 1.01 * smallest(measured).peak_bytes
+    assert least < free.peak_bytes
+    assert leaner.peak_bytes <= max(0.8 * free.peak_bytes, 1.01 * least)
+    # Then the leanest plan is tried, and nothing after that.
+    _, leanest = fastest(meshes, None, [1.1 * least])
+    assert leanest.peak_bytes <= 1.01 * least
+    with pytest.raises(BudgetError, match="but the smallest plan"):
+        fastest(meshes, None, [float(least)])
     with pytest.raises(BudgetError, match="but the smallest plan"):
         fastest(meshes, 1, [])
     with pytest.raises(InputError, match="mesh is 'tp'"):

@@ -59,7 +59,7 @@ HELP: dict[str, tuple[str, ...]] = {
     ),
     "elastic": (
         "Train a job on ranks whose number may change.",
-        "torchrun --standalone --nproc-per-node 4 --max-restarts 9 -m autotune elastic charlm --memory-budget 1GiB",
+        "autotune elastic charlm --folder run --memory-budget 1GiB",
     ),
     "explain": (
         "Show why a plan chose what it chose.",
