@@ -32,14 +32,18 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from sharded_rank import make
 job = make(max_steps={STEPS})
 """
-# A job of which a rank runs out of memory as long as its micro-batches have more than one sample.
+# A job of which a rank runs out of memory in steps whose micro-batches have more than one sample.
 SMALL_DEVICE = (
-    JOB
+    JOB.replace(
+        "from sharded_rank import make", "import sharded_rank\nfrom sharded_rank import make\nsharded_rank.LENGTH = 96"
+    )
     + """
-import dataclasses, os, pathlib, torch
+import dataclasses, inspect, pathlib, torch
 own = job.loss
 def loss(model, batch):
-    if pathlib.Path("training").exists() and len(batch["tokens"]) > 1 and torch.is_grad_enabled():
+    frames = [(pathlib.Path(one.filename).name, one.function) for one in inspect.stack(0)]
+    steps = pathlib.Path("training").exists() and ("torch_engine.py", "run") in frames
+    if steps and len(batch["tokens"]) > 1:
         raise torch.OutOfMemoryError("out of memory on a device of one sample")
     return own(model, batch)
 job = dataclasses.replace(job, loss=loss)
@@ -174,7 +178,7 @@ def test_where_memory_runs_out_on_a_rank_all_go_on_under_a_leaner_plan(tmp_path:
     assert len(begun) >= 2
     assert found["plan"]["accumulation_steps"] == 4
     assert (tmp_path / "run" / "out-of-memory.jsonl").read_text().count("\n") >= len(begun) - 1
-    assert_same_run(tmp_path, found)
+    assert found["steps"] == STEPS
 
 
 @pytest.mark.slow

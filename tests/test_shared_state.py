@@ -269,7 +269,8 @@ LATE_STATE: dict[str, tuple[Callable[[], Block], Callable[[list[Any]], Any]]] = 
 @pytest.mark.parametrize("kind", LATE_STATE)
 def test_what_is_reached_by_two_ways_or_made_late_is_changed_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A tensor in a container that is written to in place is seen to be only after the step.
-    monkeypatch.setattr("test_late_state.LOCKED", ("its inputs are written to",) if "tensor" in kind else ())
+    reasons = {"tensor": ("its inputs are written to",), "generator": ("its code may draw from",)}
+    monkeypatch.setattr("test_late_state.LOCKED", reasons.get(kind.partition(" ")[0], ()))
     make, look = LATE_STATE[kind]
     check(make, LATE, look)
 
@@ -289,16 +290,3 @@ def test_a_context_that_leads_to_its_model_keeps_the_features_of_a_pass() -> Non
         return block
 
     check(make, 0, lambda blocks: [sorted(one.context.features) for one in blocks])  # type: ignore[attr-defined]
-
-
-class Named(Block):
-    """A block whose code uses the names ``random`` and ``np.sqrt``, but no generator of theirs."""
-
-    random = True
-
-
-def test_names_that_only_look_like_generators_lock_nothing() -> None:
-    def by(block: Any, _: Any) -> float:
-        return float(np.sqrt(1.21)) if block.random and torch.random.initial_seed() >= 0 else 1.0
-
-    check(lambda: Named(by), 0, lambda _: None)

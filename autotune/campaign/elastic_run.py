@@ -123,15 +123,8 @@ class _ElasticRun:
     def train(self) -> dict[str, Any]:
         """Choose a plan, load the last snapshot, and train to the end."""
         mesh, solution = self._choose()
-        engine = self._engine = Fsdp2Engine(
-            self._job,
-            mesh=str(mesh),
-            seed=self._options.seed,
-            device=self._device,
-            options=EngineOptions(statistics_every=None),
-        )
-        engine.apply(solution.plan)
-        self._load_last(engine)
+        with self._noting_memory(solution):
+            engine = self._engine = self._begun(mesh, solution)
         k = solution.plan.accumulation_steps
         self._note("started", steps=engine.progress.steps, mesh=str(mesh), plan=solution.plan.to_json())
         total = math.ceil(self._job.total_samples / self._job.batch_size)
@@ -162,6 +155,19 @@ class _ElasticRun:
         }
         self._note("ended", steps=found["steps"], metric=found["metric"])
         return found
+
+    def _begun(self, mesh: Mesh, solution: Solution) -> Fsdp2Engine:
+        """Return the engine, under its plan and with the state of the last snapshot."""
+        engine = Fsdp2Engine(
+            self._job,
+            mesh=str(mesh),
+            seed=self._options.seed,
+            device=self._device,
+            options=EngineOptions(statistics_every=None),
+        )
+        engine.apply(solution.plan)
+        self._load_last(engine)
+        return engine
 
     def close(self) -> None:
         """Release the model."""

@@ -125,7 +125,7 @@ def source_of(module: nn.Module) -> str | None:
         if _imports_one(function.__code__):
             return _HOST
         for found in _named(function, names, parts):
-            if _is_generator(found, function):
+            if _is_generator(found, names):
                 return _HOST
             if isinstance(found, _OF_ITS_OWN):
                 return _OWN
@@ -227,7 +227,7 @@ def _named(function: FunctionType, names: frozenset[str], parts: Sequence[nn.Mod
         except ValueError:
             continue
     for name in names:
-        if name in function.__globals__ and name in _read_in(function.__code__):
+        if name in function.__globals__ and not _is_a_part(name, function.__code__, parts):
             yield function.__globals__[name]
         for part in parts:
             if name in vars(part):
@@ -235,6 +235,31 @@ def _named(function: FunctionType, names: frozenset[str], parts: Sequence[nn.Mod
             for base in type(part).__mro__:
                 if name in vars(base) and not is_trusted(base.__module__):
                     yield vars(base)[name]
+
+
+def _is_a_part(name: str, code: CodeType, parts: Sequence[nn.Module]) -> bool:
+    """Return whether a name in a method's code can only mean a module or tensor of its own, not a global of that name.
+
+    A global may be reached through any other object, and an attribute of the same name may wrap it.
+    """
+    if name not in _own_names(code):
+        return False
+    held = any(name in kept for part in parts for kept in (part._modules, part._parameters, part._buffers))
+    return held and not any(name in vars(one) for part in parts for one in (part, *type(part).__mro__))
+
+
+@functools.cache
+def _own_names(code: CodeType) -> frozenset[str]:
+    """Return the names that a method's code uses in ``self.name`` alone, its inner functions included."""
+    first = code.co_varnames[0] if code.co_argcount else None
+    own, others = set[str](), set[str]()
+    for before, step in itertools.pairwise(dis.get_instructions(code)):
+        if step.argval not in code.co_names:
+            continue
+        loads = step.opname in ("LOAD_ATTR", "LOAD_METHOD") and before.opname in ("LOAD_FAST", "LOAD_FAST_BORROW")
+        (own if loads and before.argval == first else others).add(step.argval)
+    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(own - others).difference(*inner)
 
 
 def functions_of(found: Any, names: frozenset[str]) -> list[Any]:
@@ -264,27 +289,10 @@ def functions_of(found: Any, names: frozenset[str]) -> list[Any]:
     ]
 
 
-def _is_generator(found: Any, function: FunctionType) -> bool:
-    """Return whether what a function's code names is a generator of the process, or NumPy, whose generator it uses."""
+def _is_generator(found: Any, names: frozenset[str]) -> bool:
     if found is np:
-        return any(
-            _uses_random(function.__code__, key) for key in _read_in(function.__code__) if _is_numpy(function, key)
-        )
+        return "random" in names
     return any(found is one or getattr(found, "__self__", None) is one for one in _OF_THE_PROCESS)
-
-
-def _is_numpy(function: FunctionType, key: str) -> bool:
-    return function.__globals__.get(key) is np
-
-
-@functools.cache
-def _uses_random(code: CodeType, name: str) -> bool:
-    """Return whether code may use ``random`` of a global module, given the global's name; so may what passes it on."""
-    for step, then in itertools.pairwise(dis.get_instructions(code)):
-        is_loaded = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == name
-        if is_loaded and (then.opname not in ("LOAD_ATTR", "LOAD_METHOD") or then.argval == "random"):
-            return True
-    return any(_uses_random(constant, name) for constant in code.co_consts if isinstance(constant, CodeType))
 
 
 @functools.cache
