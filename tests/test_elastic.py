@@ -1,4 +1,4 @@
-"""Tests of training on ranks whose number changes: by new starts, by killed ranks, and where memory runs out."""
+"""Tests of training on ranks whose number changes: by new starts, and by killed ranks."""
 
 from __future__ import annotations
 
@@ -32,23 +32,6 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from sharded_rank import make
 job = make(max_steps={STEPS})
 """
-# A job of which a rank runs out of memory in steps whose micro-batches have more than one sample.
-SMALL_DEVICE = (
-    JOB.replace(
-        "from sharded_rank import make", "import sharded_rank\nfrom sharded_rank import make\nsharded_rank.LENGTH = 96"
-    )
-    + """
-import dataclasses, inspect, pathlib, torch
-own = job.loss
-def loss(model, batch):
-    frames = [(pathlib.Path(one.filename).name, one.function) for one in inspect.stack(0)]
-    steps = pathlib.Path("training").exists() and ("torch_engine.py", "run") in frames
-    if steps and len(batch["tokens"]) > 1:
-        raise torch.OutOfMemoryError("out of memory on a device of one sample")
-    return own(model, batch)
-job = dataclasses.replace(job, loss=loss)
-"""
-)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -90,7 +73,7 @@ def wait_for(started: subprocess.Popen[str], folder: Path, steps: int) -> None:
 
 
 def result(started: subprocess.Popen[str]) -> dict[str, Any]:
-    out, told = started.communicate(timeout=300)
+    out, told = started.communicate(timeout=800)
     assert started.returncode == 0, told[-2000:]
     found: dict[str, Any] = json.loads(out.strip().splitlines()[-1]) if out.count("\n") < 2 else json.loads(out)
     return found
@@ -127,6 +110,7 @@ def workers_of(started: subprocess.Popen[str]) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_one_run_on_two_four_three_and_two_ranks_is_the_undisturbed_one(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     for ranks, until in ((2, 30), (4, 60), (3, 90)):
@@ -146,6 +130,7 @@ def test_one_run_on_two_four_three_and_two_ranks_is_the_undisturbed_one(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_ranks_cost_the_steps_since_the_last_snapshot(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     kills, chance = int(os.environ.get("AUTOTUNE_TEST_KILLS", "2")), random.Random(3)
@@ -164,24 +149,7 @@ def test_killed_ranks_cost_the_steps_since_the_last_snapshot(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_where_memory_runs_out_on_a_rank_all_go_on_under_a_leaner_plan(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(SMALL_DEVICE)
-    with launched(tmp_path, 2) as started:
-        deadline = time.monotonic() + 240
-        # The profile was measured on a device that had more room.
-        while not list((tmp_path / "run").glob("profile-*")) and started.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        (tmp_path / "training").touch()
-        found = result(started)
-    begun = [row for row in rows(tmp_path) if row["event"] == "started"]
-    assert len(begun) >= 2
-    assert found["plan"]["accumulation_steps"] == 4
-    assert (tmp_path / "run" / "out-of-memory.jsonl").read_text().count("\n") >= len(begun) - 1
-    assert found["steps"] == STEPS
-
-
-@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_cannot_be_trained_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     for options, said in (
