@@ -301,12 +301,11 @@ def fastest(
     Raises:
         BudgetError: if no plan fits.
     """
-    limits = [*([] if budget_bytes is None else [budget_bytes]), *(int(_LEANER * peak) for peak in failed)]
+    limits = [] if budget_bytes is None else [budget_bytes]
     if failed:
-        # Then the leanest plan is the last that is tried.
-        leanest = min((smallest(measured).peak_bytes for _, measured in profiles), default=0)
-        if leanest < min(failed):
-            limits = [max(min(limits), math.ceil(leanest / (1 - SAFETY_MARGIN)) + 1)]
+        limit, leanest = int(_LEANER * min(failed)), min(smallest(measured).peak_bytes for _, measured in profiles)
+        # The leanest plan is the last that is tried.
+        limits.append(max(limit, math.ceil(leanest / (1 - SAFETY_MARGIN)) + 1) if leanest < min(failed) else limit)
     found: list[tuple[Mesh, Solution]] = []
     refused: BudgetError | None = None
     for mesh, measured in profiles:

@@ -139,7 +139,7 @@ class _Again(AbstractContextManager[None]):
         for place, part in enumerate(parts):
             if not isinstance(part, torch.jit.ScriptModule):
                 # Copies replace the original objects, which would keep other passes' graphs alive.
-                then = {**part.__dict__, **self._copies_of(place, part.__dict__)}
+                then = {**part.__dict__, **self._copies_of(place, self.objects, part.__dict__)}
                 self._own.append((place, part.__dict__, then))
                 # This restores which buffers there were; their values are restored separately.
                 owned = (held for held in (part._modules, part._buffers) if type(held) is dict)
@@ -172,9 +172,9 @@ class _Again(AbstractContextManager[None]):
     def runs(self) -> bool:
         return bool(self._entered)
 
-    def _copies_of(self, place: int, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the copies that replace attributes of a part, given its place and its own attributes."""
-        copies = self.objects.attributes.get(place, {})
+    def _copies_of(self, place: int, objects: Objects, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the copies that replace attributes of a part, given its place and its attributes until now."""
+        copies = objects.attributes.get(place, {})
         return {name: copy for name, copy in copies.items() if id(own.get(name)) not in self._shared}
 
     def has_run(self, leaves: Sequence[Any]) -> None:
@@ -222,12 +222,7 @@ class _Again(AbstractContextManager[None]):
         """
         self.objects = self.objects.copied(unused)
         for place, _, then in self._own:
-            then.update(self._copies_again(place, self.objects, then))
-
-    def _copies_again(self, place: int, objects: Objects, then: Mapping[str, Any]) -> dict[str, Any]:
-        """Return further copies of the attributes of a part that were replaced by copies."""
-        copies = objects.attributes.get(place, {})
-        return {name: copy for name, copy in copies.items() if id(then.get(name)) not in self._shared}
+            then.update(self._copies_of(place, self.objects, then))
 
     def _made_again(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Return each dictionary of the parts with its recorded contents, with new copies of objects at each call."""
@@ -248,7 +243,7 @@ class _Again(AbstractContextManager[None]):
             self.recomputation.bar_late(reason)
             again = self.objects
         self.handed = again.handed
-        own = [(held, {**then, **self._copies_again(place, again, then)}) for place, held, then in self._own]
+        own = [(held, {**then, **self._copies_of(place, again, then)}) for place, held, then in self._own]
         return [*own, *self._then]
 
     def __enter__(self) -> None:
