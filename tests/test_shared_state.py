@@ -290,3 +290,24 @@ def test_a_context_that_leads_to_its_model_keeps_the_features_of_a_pass() -> Non
         return block
 
     check(make, 0, lambda blocks: [sorted(one.context.features) for one in blocks])  # type: ignore[attr-defined]
+
+
+class Bank(nn.Module):
+    """A part whose buffer is larger than what is copied before each call, and written to in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(300, 100))
+
+    def forward(self, inner: torch.Tensor) -> torch.Tensor:
+        self.bank.mul_(0.9).add_(inner.detach().mean())
+        return inner * (1 + self.bank.mean())
+
+
+def test_a_list_of_its_own_parts_does_not_lock_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Block:
+        bank = Bank()
+        return Block(lambda block, inner: block.bank(inner).mean(), bank=bank, refs=[bank])
+
+    monkeypatch.setattr("test_late_state.LOCKED", ())
+    check(make, 0, lambda blocks: [float(one.bank.bank.sum()) for one in blocks])  # type: ignore[attr-defined]

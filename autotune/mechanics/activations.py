@@ -132,7 +132,11 @@ class _Again(AbstractContextManager[None]):
         own = own_values(parts)
         bar = recomputation.bar_late
         copied = {id(vars(parts[place])[name]) for place, kept in self.objects.attributes.items() for name in kept}
-        found = (state_of_hooks(parts[1:], bar), state_of_attributes(own, own_containers(parts), copied, bar))
+        buffers = {id(one) for part in parts for one in part._buffers.values()}
+        found = (
+            state_of_hooks(parts[1:], buffers, bar),
+            state_of_attributes(own, own_containers(parts), copied, buffers, bar),
+        )
         self._reached = [state for state in found if state is not None]
         # What objects or hooks refer to as well is restored as it is, instead of being replaced by a copy.
         self._shared = frozenset().union(*(state.objects for state in self._reached))

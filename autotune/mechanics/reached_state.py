@@ -57,13 +57,14 @@ class ReachedState:
 
     Args:
         roots: objects, functions, containers, arrays and tensors.
+        buffers: ids of the unit's buffers, which are restored otherwise.
         failed: called with the reason if something cannot be restored.
     """
 
-    def __init__(self, roots: Sequence[Any], failed: Callable[[str], None]) -> None:
-        self._roots, self._failed = roots, failed
+    def __init__(self, roots: Sequence[Any], buffers: Collection[int], failed: Callable[[str], None]) -> None:
+        self._roots, self._buffers, self._failed = roots, buffers, failed
         found = _reached(roots)
-        tensors = [one for one in found if isinstance(one, torch.Tensor)]
+        tensors = self._tensors_in(found)
         self._versions = {id(one): version_of(one) for one in tensors}
         # Copied on their own devices: copies to the host would wait for an accelerator at each call.
         copied = itertools.accumulate((one.nbytes if _is_copied(one) else 0 for one in tensors), initial=0)
@@ -73,6 +74,9 @@ class ReachedState:
         self._then = [_without_graphs(seen) for one in self._others for seen in _seen(one)]
         self._written: list[torch.Tensor] = []
 
+    def _tensors_in(self, found: Iterable[Any]) -> list[torch.Tensor]:
+        return [one for one in found if isinstance(one, torch.Tensor) and id(one) not in self._buffers]
+
     @property
     def objects(self) -> frozenset[int]:
         """Return the ids of the containers and objects that are restored."""
@@ -80,7 +84,7 @@ class ReachedState:
 
     def has_run(self) -> bool:
         """Note which tensors the first pass has written to; return whether there are any that were not copied."""
-        tensors = [one for one in _reached(self._roots) if isinstance(one, torch.Tensor)]
+        tensors = self._tensors_in(_reached(self._roots))
         self._written = [one for one in tensors if version_of(one) != self._versions.get(id(one), 0)]
         return any(id(one) not in self._copies and id(one) in self._versions for one in self._written)
 
@@ -124,11 +128,14 @@ class ReachedState:
             self._failed(f"what an object of it holds cannot be restored ({type(error).__name__}: {error})")
 
 
-def state_of_hooks(parts: Sequence[nn.Module], failed: Callable[[str], None]) -> ReachedState | None:
+def state_of_hooks(
+    parts: Sequence[nn.Module], buffers: Collection[int], failed: Callable[[str], None]
+) -> ReachedState | None:
     """Return what the forward hooks on modules keep; ``None`` if there are no hooks of the user's own.
 
     Args:
         parts: the modules.
+        buffers: ids of the unit's buffers.
         failed: called with the reason if something cannot be restored.
     """
     kinds = (kind for part in parts for kind in (part._forward_pre_hooks, part._forward_hooks) if kind)
@@ -138,11 +145,15 @@ def state_of_hooks(parts: Sequence[nn.Module], failed: Callable[[str], None]) ->
         # A method's module is looked at as well, unless it is one of these, which are restored otherwise.
         foreign = isinstance(owner, nn.Module) and all(part is not owner for part in parts)
         roots += [vars(owner)] if foreign else [hook] if _is_root(hook) else []
-    return ReachedState(roots, failed) if roots else None
+    return ReachedState(roots, buffers, failed) if roots else None
 
 
 def state_of_attributes(
-    values: Sequence[Any], containers: Sequence[Any], copied: Collection[int], failed: Callable[[str], None]
+    values: Sequence[Any],
+    containers: Sequence[Any],
+    copied: Collection[int],
+    buffers: Collection[int],
+    failed: Callable[[str], None],
 ) -> ReachedState | None:
     """Return what objects of the user's own classes, functions, tuples and large arrays hold.
 
@@ -150,6 +161,7 @@ def state_of_attributes(
         values: attributes of modules.
         containers: lists, dictionaries and sets among the attributes.
         copied: ids of those that are replaced by copies, which share tensors, functions and globals with them.
+        buffers: ids of the unit's buffers.
         failed: called with the reason if something cannot be restored.
 
     Returns:
@@ -160,7 +172,7 @@ def state_of_attributes(
     held = [value for value in containers if id(value) in copied and not has_scalars_only(value)]
     if held:
         roots += [one for one in _reached(held) if _is_shared(one)]
-    return ReachedState(roots, failed) if roots else None
+    return ReachedState(roots, buffers, failed) if roots else None
 
 
 def _is_shared(one: Any) -> bool:
