@@ -205,3 +205,76 @@ def test_loops_whose_steps_cannot_be_seen_are_left_with_a_warning(kind: str, cap
     # Hooks on saved tensors are gone: other models are trained as before.
     other = gpt()
     other(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+
+
+def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    registries: list[dict[int, Any]] = [
+        model._forward_pre_hooks,
+        model._forward_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    ]
+    return list(map(len, registries))
+
+
+@pytest.mark.parametrize("place", ["forward", "update"])
+def test_detaching_after_an_exception_leaves_no_hooks(place: str) -> None:
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    autotune.checkpoint(model, memory_budget=1)
+    tokens = torch.zeros(4, 4, dtype=torch.long)
+    model(tokens).sum().backward()
+
+    def broken(*_: object) -> None:
+        raise ValueError("broken")
+
+    register = model.register_forward_pre_hook if place == "forward" else optimizer.register_step_pre_hook
+    handle = register(broken)
+    with pytest.raises(ValueError, match="broken"):
+        _ = model(tokens) if place == "forward" else optimizer.step()
+    handle.remove()
+    assert sum(hooks_of(model, optimizer))
+    autotune.detach(model)
+    assert not sum(hooks_of(model, optimizer))
+
+
+@pytest.mark.parametrize("place", ["forward", "before the update", "after the update"])
+def test_detaching_within_hooks_of_the_loop_lets_the_others_run(place: str) -> None:
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    tuner = autotune.checkpoint(model, memory_budget=1)
+    ran: list[int] = []
+
+    def detaches(*_: object) -> None:
+        tuner.detach("a hook did")
+
+    for call in (detaches, lambda *_: ran.append(1)):
+        if place == "forward":
+            model.register_forward_hook(call)
+        elif place == "before the update":
+            optimizer.register_step_pre_hook(call)
+        else:
+            optimizer.register_step_post_hook(call)
+    tokens = torch.zeros(4, 4, dtype=torch.long)
+    for _ in range(2):
+        model(tokens).sum().backward()
+        optimizer.step()
+    assert ran == [1, 1]
+    assert sum(hooks_of(model, optimizer)) == 2
+
+
+def test_a_tuner_that_leaves_in_the_update_lets_other_hooks_run() -> None:
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    tuner = autotune.checkpoint(model, memory_budget=1)
+    ran: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: ran.append(1))
+    tokens = torch.zeros(4, 4, dtype=torch.long)
+    for step in range(3):
+        # A step without training mode cannot be seen.
+        model.train(step != 1)
+        model(tokens).sum().backward()
+        optimizer.step()
+    assert not tuner.attached
+    assert ran == [1, 1, 1]
+    assert sum(hooks_of(model, optimizer)) == 1

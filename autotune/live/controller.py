@@ -214,7 +214,9 @@ class Pilot:
             # The share of reserved memory that steps leave unused is still being learnt.
             self._budget.read_device(self._fragments)
         budget = self._budget.read(self.step, self._fragments)
-        lesson = self._profiler.plan_for(ahead, self._allowed) if learns else None
+        # Until it is known what steps with more calls need, nothing fuller than the leanest plan is known to fit.
+        allowed = 0 if budget is not None and self._calls.is_unmeasured else self._allowed
+        lesson = self._profiler.plan_for(ahead, allowed) if learns else None
         if self._agreement.many and self.attached.stage is Stage.ACT:
             plan = self._plan_together(ahead, lesson)
         else:
@@ -364,6 +366,16 @@ class Pilot:
         """Record how often a step called units, and what it needed over what one with the usual calls would have."""
         needs = self._needs_more(peak) if calls > self._calls.usual and peak else None
         self._calls.note(self.step, calls, needs)
+        if (
+            self._calls.is_unmeasured
+            and (needs := self._profiler.knowledge.needs_more(self._gradient_bytes)) is not None
+        ):
+            self._calls.measure(needs)
+
+    @property
+    def _gradient_bytes(self) -> int:
+        groups = self.attached.optimizer.param_groups
+        return sum(one.nbytes for group in groups for one in group["params"] if one.requires_grad)
 
     def _needs_more(self, peak: int) -> float | None:
         """Return what a step needed over the prediction for its plan, both without what stays; ``None`` if unknown."""
@@ -371,10 +383,7 @@ class Pilot:
         if expected is None or not static < expected < math.inf:
             return None
         # Gradients, which further calls share, are a smaller part of what fuller plans need.
-        trained = (
-            one for group in self.attached.optimizer.param_groups for one in group["params"] if one.requires_grad
-        )
-        shared = min(sum(one.nbytes for one in trained), (expected - static) / 2)
+        shared = min(self._gradient_bytes, (expected - static) / 2)
         return float((peak - static - shared) / (expected - static - shared))
 
     def end_times(self, step: Step) -> None:

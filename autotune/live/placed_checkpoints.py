@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import weakref
+from types import FrameType
 
 import torch
 from torch import nn
@@ -96,30 +98,30 @@ class _Steps:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, tuner: LiveTuner) -> None:
         self._tuner = tuner
-        # Whether the model's forward pass or the optimizer's step runs.
-        self._within = False
         # These hooks keep the tuner alive as long as the model; those of the optimizer must not.
         self._handles = [model.register_forward_pre_hook(WatchingHook(self._before, model))]
         self._passes = MicroSteps(model, tuner)
         # The last hook, which may remove the others: torch does not expect that of earlier ones.
         self._handles.append(model.register_forward_hook(WatchingHook(self._after, model)))
-        this = weakref.ref(self)
+        this, its_model, its_optimizer = weakref.ref(self), weakref.ref(model), weakref.ref(optimizer)
 
         def updating(*_: object) -> None:
             if (steps := this()) is not None:
-                steps._within = True
                 steps._passes.update()
 
         def updated(*_: object) -> None:
             if (steps := this()) is not None:
-                steps._end()
+                # Torch iterates over the hooks that follow this one.
+                steps._end(is_last=next(reversed(optimizer_hooks), None) == own)
 
         def leaving() -> None:
-            # While the hooks run they cannot be removed: the last one of them does it then.
-            if (steps := this()) is not None and not steps._within:
+            # While torch goes through the hooks they cannot be removed: the last one of them does it then.
+            if (steps := this()) is not None and not _is_running(its_model(), its_optimizer()):
                 steps._leave()
 
-        self._handles += [optimizer.register_step_pre_hook(updating), optimizer.register_step_post_hook(updated)]
+        updates = optimizer.register_step_post_hook(updated)
+        optimizer_hooks, own = optimizer._optimizer_step_post_hooks, updates.id
+        self._handles += [optimizer.register_step_pre_hook(updating), updates]
         tuner.when_detached(leaving)
         self._passes.begin()
 
@@ -127,26 +129,28 @@ class _Steps:
         if runs_backward():
             # A checkpoint of the loop's own, round the model, runs it again.
             return
-        self._within = True
         if self._passes.came_back and module.training and torch.is_grad_enabled():
             # A backward pass has run since the last forward pass, and no update: the loop accumulates.
             self._passes.next()
 
     def _after(self, *_: object) -> None:
-        self._within = False
         if not self._tuner.attached:
             self._leave()
 
-    def _end(self) -> None:
+    def _end(self, *, is_last: bool) -> None:
+        """Note that an update has ended.
+
+        Args:
+            is_last: whether no other hook of the optimizer follows, so that all may be removed.
+        """
         if not self._passes.micro_batches and self._tuner.attached:
             reason = "a step did not call the model in training mode before the optimizer's step, as far as is seen"
             logger.warning("%s; the tuner leaves this run, and no memory budget is kept", reason)
             self._tuner.detach(reason)
         self._passes.end(stepped=True)
-        self._within = False
         if self._tuner.attached:
             self._passes.begin()
-        else:
+        elif is_last:
             self._leave()
 
     def _leave(self) -> None:
@@ -154,3 +158,18 @@ class _Steps:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _is_running(*owners: nn.Module | torch.optim.Optimizer | None) -> bool:
+    """Return whether a thread is in a call of a model, or in a step of an optimizer, and so may go through hooks."""
+    calls = {
+        nn.Module._call_impl.__code__,
+        *(type(one).step.__code__ for one in owners if isinstance(one, torch.optim.Optimizer)),
+    }
+    for frame in sys._current_frames().values():
+        within: FrameType | None = frame
+        while within is not None:
+            if within.f_code in calls and any(within.f_locals.get("self") is one for one in owners):
+                return True
+            within = within.f_back
+    return False

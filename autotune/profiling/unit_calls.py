@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.mechanics.controls import Switcher
 
@@ -187,6 +187,16 @@ class UnitCalls:
             known = [one for one in (needs, more.needs) if one is not None]
             span = max(more.span, _GAPS * (step - more.last))
             self._more[calls] = _More(max(known, default=None), step, span)
+
+    def measure(self, needs: float) -> None:
+        """Record what steps with more calls need at most, where it is not known.
+
+        Args:
+            needs: as for :meth:`note`.
+        """
+        for calls, more in self._more.items():
+            if more.needs is None:
+                self._more[calls] = replace(more, needs=needs)
 
     def _sizes(self, name: str, handed: list[int], passes: int) -> float:
         """Return how many times as many bytes a unit was handed as usual.
