@@ -412,14 +412,20 @@ class LiveProfiler:
         if not tracer.trace.calls:
             # A model that is compiled as a whole does not call units as modules.
             raise RuntimeError("no unit was called in what tell_phase() named the forward pass")
+        passes, micro_batches = len(tracer.watch.calls), use.plan.accumulation_steps
+        if passes > micro_batches:
+            raise RuntimeError(
+                f"a step accumulated {passes} micro-batches where {micro_batches} was expected; attach with "
+                f"accumulation_steps={passes} if the loop always does"
+            )
         before = known.forgotten
         if known.signatures and not any(signature.is_kin_to(one) for one in known.signatures):
             # The steps differ in more than their batches: in trained parameters, optimizer state or calls of units.
             known.forget()
-        short_step = use.plan.accumulation_steps > 1 and len(tracer.watch.calls) == 1
+        short_step = passes == 1 < micro_batches
         # The last step of an epoch may be a short one, which does not show what later micro-batches need.
         if short_step:
-            self._too_short = use.plan.accumulation_steps
+            self._too_short = micro_batches
         news = not short_step and self._note_trace(use, step)
         if known.forgotten > before:
             self._begin_again()
