@@ -32,6 +32,38 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from sharded_rank import make
 job = make(max_steps={STEPS})
 """
+# A job whose units keep 300 MiB on each of two ranks. Once a file exists, their device has room for a third of it.
+SMALL_DEVICE = """
+import pathlib, weakref
+import torch
+from sharded_rank import make
+from torch import nn
+
+SAMPLE, ROOM = 1 << 17, 100 * 2**20
+alive = []
+class Folds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(SAMPLE))
+    def forward(self, x):
+        x = x * self.scale
+        for _ in range(20):
+            x = x.abs()
+            alive.append(weakref.ref(x))
+            alive[:] = [one for one in alive if one() is not None]
+            if len(alive) * x.nbytes > ROOM and pathlib.Path("small").exists():
+                raise torch.OutOfMemoryError("the device has 100 MiB")
+        return x
+def batches(seed):
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(8, SAMPLE, generator=generator)
+job = make(
+    name="folds", model=lambda: nn.Sequential(*(Folds() for _ in range(8))), batches=batches, count=len, units=None,
+    loss=lambda model, batch: model(batch).square().mean(), max_steps=20,
+    evaluate=lambda model: float(model(next(batches(99))).detach().square().mean()),
+)
+"""
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -150,6 +182,24 @@ def test_killed_ranks_cost_the_steps_since_the_last_snapshot(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_where_memory_runs_out_all_ranks_go_on_under_a_leaner_plan(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB.split("from")[0] + SMALL_DEVICE)
+    with launched(tmp_path, 2) as started:
+        wait_for(started, tmp_path, EVERY)
+        (tmp_path / "small").touch()
+        found = result(started)
+    begun = [row["plan"]["storage"] for row in rows(tmp_path) if row["event"] == "started"]
+    kept = [sum(not storage.endswith("recompute") for storage in plan.values()) for plan in begun]
+    assert found["steps"] == 20
+    # Each start keeps less, until the plan fits.
+    assert kept[0] == 8
+    assert kept[-1] <= 2
+    assert kept == sorted(kept, reverse=True)
+    assert processes_in(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_cannot_be_trained_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     for options, said in (
@@ -162,6 +212,17 @@ def test_what_cannot_be_trained_is_one_line(tmp_path: Path) -> None:
         assert ended.returncode == 2, ended.stderr
         assert said in ended.stderr
         assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_error_that_no_new_start_removes_stops_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    with launched(tmp_path, 2, "--memory-budget", "1KiB") as started:
+        _, told = started.communicate(timeout=300)
+    assert started.returncode != 0
+    assert 1 <= told.count("but the smallest plan") <= 2
+    assert processes_in(tmp_path) == []
 
 
 def test_the_fastest_layout_that_fits_is_chosen_and_leaner_ones_after_memory_ran_out() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +15,7 @@ import typer
 from autotune.cli import console as shared
 from autotune.cli.arguments import output_folder
 from autotune.cli.console import JobArgument, JsonOption, SeedOption
+from autotune.errors import InputError
 
 
 def command(
@@ -63,7 +67,7 @@ def command(
     )
     is_first = os.environ.get("RANK", "0") == "0"
     output = shared.console(as_json=as_json)
-    with shared.Bars(output) as bars:
+    with shared.Bars(output) as bars, _stopping_launcher():
         found = train_elastically(load_job(job), folder, options, bars if is_first else None)
     if not is_first:
         return
@@ -75,6 +79,18 @@ def command(
         f"the end ({found['mesh']}). Starts and snapshots: {folder / 'elastic.jsonl'}",
         soft_wrap=True,
     )
+
+
+@contextmanager
+def _stopping_launcher() -> Iterator[None]:
+    """Stop the ``torchrun`` that has started this rank if the body fails for a reason that no new start removes."""
+    try:
+        yield
+    except InputError:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # After the error was shown: torchrun ends its ranks when it is terminated.
+            atexit.register(os.kill, os.getppid(), signal.SIGTERM)
+        raise
 
 
 def _bytes_of(text: str) -> int | None:

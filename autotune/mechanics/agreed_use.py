@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +17,9 @@ from autotune.mechanics import controls, devices, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, undo_writes
 from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.rank_calls import different_calls
-from autotune.mechanics.weight_use import WeightUse, weight_use
+from autotune.mechanics.weight_use import weight_use
+
+_Value = TypeVar("_Value")
 
 # Largest difference of a buffer's sum on two ranks that is due to rounding, as a share of the sum of absolute values.
 _ROUNDING = 1e-5
@@ -47,7 +50,7 @@ def contained_units(model: nn.Module, names: Sequence[str], run: Callable[[], ob
             if not training:
                 model.eval()
             before = copy_buffers(model)
-            uses.append(_use(model, names, run))
+            uses.append(_lean(lambda: weight_use(model, names, run)))
             written = _changed_sums(model, before)
     calls = [name for use in uses for name in use.calls]
     own = {name for name in names if all(name in use.contained for use in uses)}
@@ -57,16 +60,16 @@ def contained_units(model: nn.Module, names: Sequence[str], run: Callable[[], ob
     return [name for name in names if all(name in one[0] for one in told)]
 
 
-def _use(model: nn.Module, names: Sequence[str], run: Callable[[], object]) -> WeightUse:
-    """Return how a loss uses a model, computed without gradients unless the loss itself computes some."""
+def _lean(compute: Callable[[], _Value]) -> _Value:
+    """Return what a function computes from a loss, without gradients unless the loss itself computes some."""
     try:
         with torch.no_grad():
-            return weight_use(model, names, run)
+            return compute()
     except JobError as error:
         if not isinstance(error.__cause__, RuntimeError):
             raise
     with torch.enable_grad():
-        return weight_use(model, names, run)
+        return compute()
 
 
 def require_separate_samples(
@@ -91,13 +94,17 @@ def require_separate_samples(
     parts = whole.split(few, 2)
     counts = [stepping.count_items(part, count) for part in parts]
     pair = (0.0, 0.0)
-    # A loss may differentiate within itself.
-    with _unchanged(model), randomness.isolated(), torch.enable_grad():
+
+    def value_of(samples: Any, seed: int = 1) -> float:
+        randomness.seed_all(seed)
+        return float(loss(samples))
+
+    with _unchanged(model), randomness.isolated():
         model.eval()
-        expected, again = (_seeded(seed, lambda: float(loss(few))) for seed in (1, 2))
+        expected, again = (_lean(functools.partial(value_of, few, seed)) for seed in (1, 2))
         if len(parts) == 2 and min(counts) > 0 and expected == again:
             weighted = zip(parts, stepping.weights(counts), strict=True)
-            pair = (expected, sum(float(loss(part)) * weight for part, weight in weighted))
+            pair = (expected, sum(_lean(functools.partial(value_of, part)) * weight for part, weight in weighted))
     first = next(model.parameters())
     coarse = devices.is_accelerator(first.device) or controls.has_16_bit_parameters(model)
     tolerance = _COARSE_ROUNDING if coarse else _LOSS_ROUNDING
@@ -109,11 +116,6 @@ def require_separate_samples(
                 allowed="a loss that is the mean over the items of `count`, each of which depends on its own sample "
                 "alone (no contrastive loss, no capacities), or --engine torch",
             )
-
-
-def _seeded(seed: int, compute: Callable[[], float]) -> float:
-    randomness.seed_all(seed)
-    return compute()
 
 
 @contextmanager
