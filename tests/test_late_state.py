@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import early_ends
 import numpy as np
 import pytest
 import torch
@@ -499,3 +500,59 @@ def test_objects_of_handed_objects_and_slots_declared_twice_stay_what_they_are(m
         return Handing(lambda held: held.up(), lambda: handed), lambda: handed.count
 
     assert_same(blocks, late=late)
+
+
+class Ending(nn.Module):
+    """A residual block whose last operation is another one once it is active."""
+
+    active = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + torch.tanh(self.mix(x))
+        return self.end(y) if self.active else torch.tanh(y)
+
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class ByAKernel(Ending):
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        return early_ends.of_a_kernel_or_else(y)
+
+
+class ByAGuard(Ending):
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        return early_ends.guarded(y)
+
+
+class InAScope(Ending):
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        return early_ends.scoped(y)
+
+
+class CountedInAClass(Ending):
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        early_ends.Depth.value += 1
+        y = torch.tanh(y) / early_ends.Depth.value
+        early_ends.Depth.value -= 1
+        return y
+
+
+class CountedInAModule(Ending):
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        return early_ends.counted(y)
+
+
+@pytest.mark.parametrize("late", [0, LATE])
+@pytest.mark.parametrize("kind", [ByAKernel, ByAGuard, InAScope, CountedInAClass, CountedInAModule])
+def test_recomputations_end_early_only_where_nothing_catches_or_misses_it(kind: type[Ending], late: int) -> None:
+    early_ends.depth = early_ends.Depth.value = 0
+
+    def blocks() -> tuple[nn.Module, Callable[[], Any]]:
+        return nn.Sequential(*(kind() for _ in range(3))), lambda: (early_ends.depth, early_ends.Depth.value)
+
+    assert_same(blocks, late)

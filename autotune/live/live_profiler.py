@@ -411,7 +411,9 @@ class LiveProfiler:
             raise RuntimeError("the step was not traced")
         if not tracer.trace.calls:
             # A model that is compiled as a whole does not call units as modules.
-            raise RuntimeError("no unit was called in what tell_phase() named the forward pass")
+            raise RuntimeError(
+                "no unit was called as a module in the forward pass (is the whole model compiled, or a copy trained?)"
+            )
         passes, micro_batches = len(tracer.watch.calls), use.plan.accumulation_steps
         if passes > micro_batches:
             raise RuntimeError(

@@ -8,7 +8,7 @@ from autotune.live.step_uses import Probing
 
 # Steps after which uncalled units are locked: one step may leave out a unit by chance.
 _STEPS = 4
-_UNCALLED = "it was not called by itself (is the model compiled as a whole?)"
+_UNCALLED = "it was not called in the first steps, or not as a module (is the whole model compiled, or a copy trained?)"
 _UNTRAINED = "it was only called without gradients, and keeps nothing"
 
 

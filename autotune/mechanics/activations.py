@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -61,7 +61,7 @@ from autotune.mechanics.kept import (
 )
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.muting import muted
-from autotune.mechanics.reached_state import state_of_attributes, state_of_hooks
+from autotune.mechanics.reached_state import is_own_module, state_of_attributes, state_of_hooks
 from autotune.mechanics.repeats import Repeats, is_due
 from autotune.mechanics.watching_hooks import reporting_writes, seeing_saved
 
@@ -299,37 +299,68 @@ class _Again(AbstractContextManager[None]):
         return replaced_buffers(module, fresh_buffers(module, self.buffers, self.constants))
 
 
+# Operations, and pairs of them, of code that catches errors by their class or at all, or writes to what is outside.
+_UNDONE_LATER = {"CHECK_EXC_MATCH", "STORE_GLOBAL", ("PUSH_EXC_INFO", "POP_TOP")}
+_UNDONE_LATER |= {
+    (load, then) for load in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR") for then in ("STORE_ATTR", "COPY")
+}
+
+
 def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
     """Return whether a recomputation must not end early, by an exception that checkpoint raises.
 
-    A method of the parts' classes, or a function of the same files that it calls, may catch it, or release a lock later
-    that it has acquired without ``with``.
+    A method of the parts' classes, or a function of the user's or of the same files that it calls, may catch it, or do
+    later what undoes something that it has done, such as release a lock.
     """
     kinds = dict.fromkeys(base for part in parts for base in type(part).__mro__ if not _is_torchs(base))
-    waiting = [one for kind in kinds for one in vars(kind).values() if isinstance(one, FunctionType)]
-    files, met = {one.__module__ for one in (*kinds, *waiting)}, set[FunctionType]()
+    methods = [(name, one) for kind in kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)]
+    waiting: list[Any] = [one for name, one in methods if name != "__init__"]
+    files, met = {one.__module__ for one in (*kinds, *waiting)}, set[Any]()
     while waiting:
-        function = waiting.pop()
-        if function in met or _is_torchs(function) or function.__module__ not in files:
+        found = waiting.pop()
+        if found in met or _is_torchs(found) or not (found.__module__ in files or is_own_module(found.__module__)):
             continue
-        met.add(function)
-        if _may_not_end(function.__code__):
+        met.add(found)
+        if isinstance(found, type):
+            if "__exit__" in vars(found):
+                return True
+            waiting += [one for one in vars(found).values() if isinstance(one, FunctionType)]
+            continue
+        body = inspect.unwrap(found)
+        if _may_not_end(found.__code__) or (body is not found and _leaves_open(body)):
             return True
-        waiting.append(inspect.unwrap(function))
-        named = (function.__globals__.get(name) for name in function.__code__.co_names)
-        waiting += [one for one in named if isinstance(one, FunctionType)]
+        names, known = found.__code__.co_names, found.__globals__
+        named = [known[name] for name in names if name in known]
+        modules = [vars(one) for one in named if isinstance(one, ModuleType) and is_own_module(one.__name__)]
+        named += [body, *(one[name] for one in modules for name in names if name in one)]
+        waiting += [one for one in named if isinstance(one, FunctionType) or _is_helper(one)]
     return False
 
 
+def _is_helper(found: Any) -> bool:
+    return isinstance(found, type) and not issubclass(found, nn.Module)
+
+
 def _is_torchs(found: type | FunctionType) -> bool:
-    return found.__module__.partition(".")[0] in ("torch", "builtins")
+    return (found.__module__ or "").partition(".")[0] in ("torch", "builtins")
 
 
 @functools.cache
 def _may_not_end(code: CodeType) -> bool:
     steps = [step.opname for step in dis.get_instructions(code)]
-    bare = any(pair == ("PUSH_EXC_INFO", "POP_TOP") for pair in itertools.pairwise(steps))
-    return bare or "CHECK_EXC_MATCH" in steps or not {"suppress", "acquire"}.isdisjoint(code.co_names)
+    found = not _UNDONE_LATER.isdisjoint(itertools.pairwise(steps))
+    return found or not _UNDONE_LATER.isdisjoint(steps) or not {"suppress", "acquire"}.isdisjoint(code.co_names)
+
+
+def _leaves_open(body: Callable[..., Any]) -> bool:
+    """Return whether what a context manager made of a generator function does at its end is left out by an error."""
+    code: CodeType | None = getattr(body, "__code__", None)
+    return code is not None and inspect.isgeneratorfunction(body) and not _handles_errors(code)
+
+
+@functools.cache
+def _handles_errors(code: CodeType) -> bool:
+    return any(step.opname == "PUSH_EXC_INFO" for step in dis.get_instructions(code))
 
 
 @contextmanager

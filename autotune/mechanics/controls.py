@@ -55,6 +55,8 @@ class ControlledForward(StandIn):
         """Run the unit's own forward in the plan's precision and storage."""
         if torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
+        if (other := self._of_other()) is not None:
+            return other(*args, **kwargs)
         if self.suspended or transformed() or recorded():
             return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()

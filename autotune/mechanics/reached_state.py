@@ -300,11 +300,12 @@ def _is_users_own(one: Any) -> bool:
     kind = type(one)
     if kind in _PLAIN or isinstance(one, (nn.Module, type, *_CODE)):
         return False
-    return issubclass(kind, _OPEN) or _is_own_module(kind.__module__)
+    return issubclass(kind, _OPEN) or is_own_module(kind.__module__)
 
 
 @functools.cache
-def _is_own_module(name: str) -> bool:
+def is_own_module(name: str) -> bool:
+    """Return whether a module is the user's own, not of an installed library, by its name."""
     path = getattr(sys.modules.get(name), "__file__", None) or ""
     return not _is_librarys(name) and "site-packages" not in path and "dist-packages" not in path
 

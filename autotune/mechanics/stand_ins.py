@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -40,6 +42,21 @@ class StandIn:
             self._of_class, found = kind.forward, inspect.getattr_static(kind, "forward")
             self._own = found.__get__(self.module, kind) if hasattr(found, "__get__") else found
         return self._own
+
+    def _of_other(self) -> Callable[..., Any] | None:
+        """Return the plain forward of the module that is called, if that is another one; called by ``__call__`` alone.
+
+        Libraries of meta-learning copy a module by its ``__dict__``, and with it the attribute that is this object.
+        """
+        frame = sys._getframe(2)
+        called = frame.f_locals.get("self", self.module) if frame.f_code in _CALLS else self.module
+        if called is self.module:
+            return None
+        shadowed: Any = self._shadowed
+        while isinstance(shadowed, StandIn):
+            shadowed = shadowed._shadowed
+        plain: Callable[..., Any] = shadowed or type(called).forward.__get__(called)
+        return plain
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -76,6 +93,9 @@ class StandIn:
         return getattr, (self.module, "forward")
 
 
+# The code in which torch calls a module's forward.
+_CALLS = {nn.Module._call_impl.__code__}
+_CALLS |= {one for one in nn.Module._call_impl.__code__.co_consts if isinstance(one, CodeType)}
 _BESIDE = ("__getstate__", "__prepare_scriptable__")
 
 

@@ -85,6 +85,8 @@ class UnitProbe(StandIn):
         """Probe the first call with gradients enabled; run every call on the original arguments."""
         if torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
+        if (other := self._of_other()) is not None:
+            return other(*args, **kwargs)
         if recorded():
             return self.original(*args, **kwargs)
         trains = torch.is_grad_enabled()

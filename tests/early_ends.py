@@ -1,0 +1,57 @@
+"""Code that an early end of a recomputation would leave in another state, or that would catch its exception."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+depth = 0
+
+
+def of_a_kernel_or_else(x: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.tanh(x)
+    except Exception:
+        return 2 * torch.sigmoid(2 * x) - 1
+
+
+class Guard:
+    """Swallows every error."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> bool:
+        return True
+
+
+def guarded(x: torch.Tensor) -> torch.Tensor:
+    with Guard():
+        return torch.tanh(x)
+    return x
+
+
+class Depth:
+    value = 0
+
+
+@contextmanager
+def scope() -> Iterator[None]:
+    Depth.value += 1
+    yield
+    Depth.value -= 1
+
+
+def scoped(x: torch.Tensor) -> torch.Tensor:
+    with scope():
+        return torch.tanh(x)
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    global depth
+    depth += 1
+    y = torch.tanh(x) / depth
+    depth -= 1
+    return y
