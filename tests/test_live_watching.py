@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -23,6 +25,7 @@ from zoo import WIDTH, Residual, points
 import autotune
 from autotune.live.live_profiler import LiveProfiler
 from autotune.mechanics.memory_meter import storages
+from autotune.mechanics.step_trace import StepWatch
 
 STEPS = 10
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -305,3 +308,19 @@ def test_scripted_unit_is_locked_with_a_reason_and_the_tuner_stays() -> None:
     assert "ScriptModule" in tuner.locks["2"]
     assert "profile" not in tuner.locks
     tuner.detach()
+
+
+def test_watched_step_lets_graphs_go_that_the_loop_drops() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    gc.collect()
+    gc.disable()
+    try:
+        with StepWatch(model, ["0", "1"], lambda: None) as watch:
+            watch.begin("forward")
+            given = torch.randn(2, 4, requires_grad=True) * 2
+            kept = weakref.ref(given)
+            model(given).detach()
+            del given
+            assert kept() is None
+    finally:
+        gc.enable()

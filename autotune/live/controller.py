@@ -570,17 +570,24 @@ class Pilot:
         trusted = self._agreement.trusted(self.breaker.allows(self.step))
         found = self.phase.place(length, room, follows=self._follows and trusted, samples=ahead.cut_samples)
         if found.least_bytes is not None:
-            size = ahead.as_equal_pieces(ahead.largest_bytes, found.plan.accumulation_steps)
-            measured = self._profiler.knowledge.peak_of(found.plan, size)
-            least = found.least_bytes if measured is None else min(measured, found.least_bytes)
+            leanest = self._profiler.leanest
+            measured = [self._measured_peak(plan, ahead) for plan in (found.plan, leanest)]
+            least = min(found.least_bytes, *measured)
             if self._calls.extra > 1:
                 # Steps with the usual calls may take more than is left for them.
                 room = usable(budget) - self._peaks.unforeseen
             self._least = least if least > room else None
-            if self._calls.extra > 1:
-                # What a unit keeps that is called last costs nothing in steps with the usual calls alone.
-                return self._profiler.leanest
+            if self._calls.extra > 1 or measured[1] <= min(room, found.least_bytes):
+                # What a unit keeps that is called last costs nothing in steps with the usual calls alone; and what was
+                # measured counts for more than a prediction.
+                return leanest
         return found.plan
+
+    def _measured_peak(self, plan: Plan, ahead: StepAhead) -> float:
+        """Return the peak that a step under a plan was measured to have, for a batch; infinite if none was traced."""
+        size = ahead.as_equal_pieces(round(ahead.largest_bytes * self._denser), plan.accumulation_steps)
+        measured = self._profiler.knowledge.peak_of(plan, size)
+        return math.inf if measured is None else measured
 
     def _apply(self, plan: Plan) -> None:
         # Comparing plans is slow, and most are the same object.
@@ -729,11 +736,13 @@ class Pilot:
             self._consider(begun, None)
 
     def _look_at_profile(self) -> None:
-        """Stop to act if costs were learnt again and cannot be trusted now."""
+        """Stop to act if costs cannot be trusted any more: then all that may be is recomputed under a budget."""
         failed = self._profiler.failed
-        if failed is None or self._profiler.complete or isinstance(self.phase, Unprofiled):
+        if failed is None or isinstance(self.phase, Unprofiled):
             return
         if self._agreement.many:
+            if self._profiler.complete:
+                return
             # The others would wait for this rank at each step.
             raise RuntimeError(f"the run cannot be profiled any more: {failed}")
         self.phase = Unprofiled(self._profiler.space)

@@ -81,8 +81,9 @@ class Knowledge:
         # are.
         self._peaks: dict[Plan, tuple[int, int, int]] = {}
         self._densities: dict[Plan, float] = {}
-        # For each plan, the most that a traced step with more calls than usual needed beyond static bytes.
-        self._odd_peaks: dict[Plan, int] = {}
+        # For each plan, what traced steps with more calls than usual needed beyond static bytes, and the bytes of their
+        # batches, as of equal pieces.
+        self._odd_peaks: dict[Plan, list[tuple[int, int]]] = {}
         # Bytes of all batches of the largest traced step, and those that units were handed in it; and the most of these
         # per byte of a batch.
         self._handed: tuple[int, int] | None = None
@@ -145,10 +146,14 @@ class Knowledge:
         Returns:
             The ratio; ``None`` if no plan was traced with both.
         """
-        both = [(more, self._peaks[plan][0]) for plan, more in self._odd_peaks.items() if plan in self._peaks]
-        return max(
-            ((more - kept) / (usual - kept) for more, usual in both for kept in [min(shared, usual // 2)]), default=None
-        )
+        found = []
+        for plan in self._odd_peaks.keys() & self._peaks.keys():
+            usual, usual_bytes, _ = self._peaks[plan]
+            for more, size in self._odd_peaks[plan]:
+                alike = usual * self.growth.scaling.at(size / max(usual_bytes, 1))
+                kept = min(shared, alike / 2)
+                found.append((more - kept) / max(alike - kept, 1))
+        return max(found, default=None)
 
     def leave_out(self, names: Collection[str]) -> None:
         """Discard the times of steps that recomputed units which may no longer be recomputed.
@@ -271,7 +276,8 @@ class Knowledge:
         level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
         needed = step.batch_bytes + max(level, 0)
         self.latest_peak = use.static_bytes + needed
-        if self.seen and (self._is_odd(trace.calls, signature, plan, needed) or use.waits):
+        size = use.ahead.as_equal_pieces(use.ahead.batch_bytes, plan.accumulation_steps, later=True)
+        if self.seen and (self._is_odd(trace.calls, signature, plan, (needed, size)) or use.waits):
             return False
         comparable = bool(self.seen) and self.plans_with(signature)
         denser = self.denser(step) if comparable else 1.0
@@ -370,14 +376,14 @@ class Knowledge:
     def _first(self) -> LiveTrace:
         return next(iter(self.seen.values()))
 
-    def _is_odd(self, calls: tuple[str, ...], signature: Signature, plan: Plan, needed: int) -> bool:
+    def _is_odd(self, calls: tuple[str, ...], signature: Signature, plan: Plan, needed: tuple[int, int]) -> bool:
         """Return whether a traced step made more calls than usual; if it made fewer, the former ones were odd.
 
         Args:
             calls: The units that it called, in order.
             signature: Its signature.
             plan: The plan that it ran under.
-            needed: Bytes that it needed beyond static ones.
+            needed: Bytes that it needed beyond static ones, and those of its batch, as of equal pieces.
 
         Raises:
             RuntimeError: If neither holds, so that units are called in no order that plans could count on.
@@ -390,11 +396,11 @@ class Knowledge:
             self._forget_calls()
         elif (more := _times_more(calls, usual)) is not None:
             self._odd_calls = max(self._odd_calls, more)
-            self._odd_peaks[plan] = max(needed, self._odd_peaks.get(plan, 0))
+            self._odd_peaks.setdefault(plan, []).append(needed)
             return True
         elif (more := _times_more(usual, calls)) is not None:
             self._odd_calls = max(self._odd_calls, more)
-            odd = {plan: needed for plan, (needed, _, _) in self._peaks.items()}
+            odd = {plan: [(needed, size)] for plan, (needed, size, _) in self._peaks.items()}
             self._forget_calls()
             self._odd_peaks = odd
         else:

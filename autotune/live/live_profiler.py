@@ -215,7 +215,7 @@ class LiveProfiler:
             ahead: The step.
         """
         profile, known = self.profile, self.knowledge
-        if self._use is not None or not self.complete or profile is None or _profiler_runs():
+        if self._use is not None or not self.complete or self.failed or profile is None or _profiler_runs():
             return
         self._lessons.ahead = ahead
         if not known.plans_with(ahead.signature):

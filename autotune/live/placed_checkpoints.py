@@ -18,6 +18,7 @@ from autotune.live.attached import Budget
 from autotune.live.integrations.micro_steps import MicroSteps
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics.ambient import runs_backward
+from autotune.mechanics.buffers import version_of
 from autotune.mechanics.watching_hooks import WatchingHook
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,8 @@ class _Steps:
         # These hooks keep the tuner alive as long as the model; those of the optimizer must not.
         self._handles = [model.register_forward_pre_hook(WatchingHook(self._before, model))]
         self._passes = MicroSteps(model, tuner)
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._versions: list[int] = []
         # The last hook, which may remove the others: torch does not expect that of earlier ones.
         self._handles.append(model.register_forward_hook(WatchingHook(self._after, model)))
         this, its_model, its_optimizer = weakref.ref(self), weakref.ref(model), weakref.ref(optimizer)
@@ -123,15 +126,20 @@ class _Steps:
         optimizer_hooks, own = optimizer._optimizer_step_post_hooks, updates.id
         self._handles += [optimizer.register_step_pre_hook(updating), updates]
         tuner.when_detached(leaving)
-        self._passes.begin()
+        self._begin()
 
     def _before(self, module: nn.Module, _args: object) -> None:
         if runs_backward():
             # A checkpoint of the loop's own, round the model, runs it again.
             return
         if self._passes.came_back and module.training and torch.is_grad_enabled():
-            # A backward pass has run since the last forward pass, and no update: the loop accumulates.
-            self._passes.next()
+            # A backward pass has run since the last forward pass, and no update of the optimizer.
+            if self._versions == list(map(version_of, self._parameters)):
+                self._passes.next()
+            else:
+                # Another optimizer has made it.
+                self._passes.update()
+                self._end(is_last=False)
 
     def _after(self, *_: object) -> None:
         if not self._tuner.attached:
@@ -149,9 +157,13 @@ class _Steps:
             self._tuner.detach(reason)
         self._passes.end(stepped=True)
         if self._tuner.attached:
-            self._passes.begin()
+            self._begin()
         elif is_last:
             self._leave()
+
+    def _begin(self) -> None:
+        self._versions = list(map(version_of, self._parameters))
+        self._passes.begin()
 
     def _leave(self) -> None:
         self._passes.close()

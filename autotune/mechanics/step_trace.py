@@ -262,12 +262,28 @@ class StepWatch:
             return
         if role == "output":
             # The backward pass enters the unit when the gradient of any of its outputs is complete ...
-            handle = register_multi_grad_hook(flowing, lambda _: self._move_back(inside), mode="any")
-        else:
+            move = self._once_for_each_pass(lambda: self._move_back(inside))
+            handles = [tensor.register_hook(move) for tensor in flowing]
+        elif len(flowing) == 1:
             # ... and leaves it when the gradients of all its inputs are complete.
-            handle = register_multi_grad_hook(flowing, lambda _: self._leave_back(inside, before), mode="all")
-        # The hook's closure and the graph refer to each other, in a cycle that the garbage collector cannot see.
-        self._hooks.callback(handle.remove)
+            handles = [flowing[0].register_hook(lambda _: self._leave_back(inside, before))]
+        else:
+            # Torch's hook and the graph refer to each other, in a cycle that the garbage collector cannot see: a graph
+            # that the loop drops lives until the step ends.
+            handles = [register_multi_grad_hook(flowing, lambda _: self._leave_back(inside, before), mode="all")]
+        for handle in handles:
+            self._hooks.callback(handle.remove)
+
+    @staticmethod
+    def _once_for_each_pass(do: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+        passes = set[int]()
+
+        def hook(_: torch.Tensor) -> None:
+            if (number := torch._C._current_graph_task_id()) not in passes:
+                passes.add(number)
+                do()
+
+        return hook
 
     def _move_back(self, segment: int) -> None:
         if self.place.phase == "backward":
