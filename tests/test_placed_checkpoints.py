@@ -278,3 +278,30 @@ def test_a_tuner_that_leaves_in_the_update_lets_other_hooks_run() -> None:
     assert not tuner.attached
     assert ran == [1, 1, 1]
     assert sum(hooks_of(model, optimizer)) == 1
+
+
+def test_a_new_optimizer_makes_steps_too() -> None:
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    tuner = autotune.checkpoint(model, memory_budget=1)
+    tokens = torch.zeros(4, 4, dtype=torch.long)
+    for step in range(9):
+        if step == 4:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model(tokens).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert tuner.attached
+    # A step of another optimizer is seen when the next one begins.
+    assert tuner.status["steps"] == 8
+    assert "profile" not in tuner.locks
+
+
+def test_a_scripted_model_is_refused_in_one_sentence() -> None:
+    with pytest.warns(DeprecationWarning, match="script"):
+        model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with pytest.raises(AttachError, match="the model is a ScriptModule"):
+        autotune.checkpoint(model, memory_budget=1)
+    with pytest.raises(AttachError, match="the model is a ScriptModule"):
+        autotune.attach(model, optimizer)

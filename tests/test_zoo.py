@@ -133,6 +133,8 @@ def within(loop: ModuleType, alone: Run, lean: Run) -> None:
     over = {step: peak / budget(step) for step, peak in enumerate(metered) if peak > budget(step)}
     over = {step: share for step, share in over.items() if step not in getattr(loop, "SURPRISES", ())}
     assert not over, (over, lowest, highest)
+    # No step is said to exceed a budget that can be met.
+    assert moving.status["over_budget_steps"] <= len(getattr(loop, "SURPRISES", ())), moving.status
     if highest > 1.1 * lowest and not hasattr(loop, "STAYS_LEAN"):
         assert len({repr(plan) for plan in moving.used}) > 1, moving.status
 

@@ -79,6 +79,9 @@ def inner_of(model: Any) -> nn.Module:
         return inner
     if isinstance(model, nn.DataParallel):
         raise AttachError("the model is in DataParallel", where="attach", allowed="DistributedDataParallel")
+    if isinstance(model, torch.jit.ScriptModule):
+        problem = "the model is a ScriptModule, which runs outside of Python"
+        raise AttachError(problem, where="attach", allowed="the module that it was made from")
     return model.module if is_engine(model) else model  # type: ignore[return-value]
 
 

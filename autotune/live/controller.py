@@ -571,21 +571,28 @@ class Pilot:
         found = self.phase.place(length, room, follows=self._follows and trusted, samples=ahead.cut_samples)
         if found.least_bytes is not None:
             leanest = self._profiler.leanest
-            measured = [self._measured_peak(plan, ahead) for plan in (found.plan, leanest)]
-            least = min(found.least_bytes, *measured)
-            if self._calls.extra > 1:
-                # Steps with the usual calls may take more than is left for them.
-                room = usable(budget) - self._peaks.unforeseen
-            self._least = least if least > room else None
-            if self._calls.extra > 1 or measured[1] <= min(room, found.least_bytes):
+            measured = self._measured_peak(leanest, ahead, self._denser)
+            least = min(found.least_bytes, self._measured_peak(found.plan, ahead, self._denser), measured)
+            # Steps with the usual calls, or as dense as their batches explain, may take more than is left for them.
+            whole = usable(budget) - self._peaks.unforeseen
+            limit = whole if self._calls.extra > 1 else room
+            fits = least <= limit or self._measured_peak(leanest, ahead) <= whole
+            self._least = None if fits else least
+            if self._calls.extra > 1 or measured <= min(room, found.least_bytes):
                 # What a unit keeps that is called last costs nothing in steps with the usual calls alone; and what was
                 # measured counts for more than a prediction.
                 return leanest
         return found.plan
 
-    def _measured_peak(self, plan: Plan, ahead: StepAhead) -> float:
-        """Return the peak that a step under a plan was measured to have, for a batch; infinite if none was traced."""
-        size = ahead.as_equal_pieces(round(ahead.largest_bytes * self._denser), plan.accumulation_steps)
+    def _measured_peak(self, plan: Plan, ahead: StepAhead, denser: float = 1.0) -> float:
+        """Return the peak that a step under a plan was measured to have; infinite if none was traced.
+
+        Args:
+            plan: The plan.
+            ahead: The step whose batch it is wanted for.
+            denser: What the step may be handed, divided by what its batch explains.
+        """
+        size = ahead.as_equal_pieces(round(ahead.largest_bytes * denser), plan.accumulation_steps)
         measured = self._profiler.knowledge.peak_of(plan, size)
         return math.inf if measured is None else measured
 
