@@ -133,10 +133,19 @@ def within(loop: ModuleType, alone: Run, lean: Run) -> None:
     over = {step: peak / budget(step) for step, peak in enumerate(metered) if peak > budget(step)}
     over = {step: share for step, share in over.items() if step not in getattr(loop, "SURPRISES", ())}
     assert not over, (over, lowest, highest)
-    # No step is said to exceed a budget that can be met.
-    assert moving.status["over_budget_steps"] <= len(getattr(loop, "SURPRISES", ())), moving.status
     if highest > 1.1 * lowest and not hasattr(loop, "STAYS_LEAN"):
         assert len({repr(plan) for plan in moving.used}) > 1, moving.status
+
+
+@pytest.mark.parametrize("name", ["contrastive", "gan_detached"])
+def test_no_step_is_said_to_exceed_a_budget_that_can_be_met(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    loop = loop_of(name)
+    lean = attached(loop, memory_budget_bytes=1)
+    lowest = max(trained(loop, Run(plans=kept_where_locked(lean))).peaks)
+    caplog.clear()
+    run = attached(loop, memory_budget_bytes=int(1.02 * lowest))
+    assert run.status["over_budget_steps"] == 0
+    assert "no plan fits" not in caplog.text
 
 
 @pytest.mark.slow

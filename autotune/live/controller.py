@@ -333,9 +333,10 @@ class Pilot:
         peak = self._profiler.step_peak or peak or 0
         self._note_calls(max(calls, self._profiler.knowledge.take_odd_calls()), peak)
         exceeds = peak > (self._budget.latest or math.inf)
-        if self._least is not None and (exceeds or not peak):
+        least = None if self._least is None else self._least + self._peaks.unforeseen
+        if least is not None and (exceeds or (not peak and least > (self._budget.latest or 0))):
             exceeds = True
-            self._budget.warn_unreachable(self.step, self._least + self._peaks.unforeseen)
+            self._budget.warn_unreachable(self.step, least)
         self.over_budget += exceeds
         barred = self._switcher.barred()
         self._take_news(bool(barred) and self._profiler.bar(barred))
