@@ -16,6 +16,8 @@ import torch
 from test_late_state import LATE, WIDTH, Mix, trained
 from torch import nn
 
+from autotune.mechanics.buffers import copy_buffers, drop_constants
+
 Use = Callable[[nn.Module, torch.Tensor], Any]
 FACTOR = 0.01
 
@@ -311,3 +313,45 @@ def test_a_list_of_its_own_parts_does_not_lock_a_block(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("test_late_state.LOCKED", ())
     check(make, 0, lambda blocks: [float(one.bank.bank.sum()) for one in blocks])  # type: ignore[attr-defined]
+
+
+def with_graph(layout: torch.layout, *, is_buffer: bool, fades: bool) -> Block:
+    def by(block: Any, inner: torch.Tensor) -> torch.Tensor:
+        if fades:
+            block.graph.mul_(0.99)
+        return torch.sparse.mm(block.graph, inner)
+
+    block = Block(by)
+    graph = (torch.eye(32) + torch.eye(32).roll(1, 0)).to_sparse(layout=layout)
+    if is_buffer:
+        block.register_buffer("graph", graph, persistent=False)
+    else:
+        block.graph = graph
+    return block
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(
+    ("is_buffer", "fades"),
+    [
+        pytest.param(True, False, id="buffer that is read"),
+        pytest.param(True, True, id="buffer that is written to"),
+        pytest.param(False, False, id="attribute that is read"),
+    ],
+)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_block_with_a_sparse_tensor_is_recomputed(
+    layout: torch.layout, is_buffer: bool, fades: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("test_late_state.LOCKED", ())
+    check(lambda: with_graph(layout, is_buffer=is_buffer, fades=fades), 0, lambda _: None)
+
+
+def test_a_large_sparse_buffer_is_known_to_be_constant() -> None:
+    block, places = nn.Module(), torch.arange(2**17).expand(2, -1)
+    graph = torch.sparse_coo_tensor(places, torch.ones(2**17), is_coalesced=True, check_invariants=True)
+    block.register_buffer("graph", graph)
+    copies = copy_buffers(block)
+    assert drop_constants(block, copies)
+    assert not copies
+    assert not copy_buffers(block)

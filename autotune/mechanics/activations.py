@@ -387,8 +387,8 @@ def _tensors_of(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 def _data_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each tensor with its present data."""
-    return [(one, one.data) for one in tensors]
+    """Return each tensor with its present data, without sparse ones, whose memory cannot be compared."""
+    return [(one, one.data) for one in tensors if one.layout is torch.strided]
 
 
 def _put_data(former: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

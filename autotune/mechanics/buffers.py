@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autotune.mechanics.memory_meter import dense_parts
+
 # Buffers up to this size in bytes (running statistics, a power iteration's vectors) are copied every time. Larger ones
 # (masks, tables, frozen weights) are copied until a pass in training mode leaves them unchanged.
 _SMALL_BYTES = 2**20
@@ -43,7 +45,7 @@ class Constant:
 
     def copied(self, tensor: torch.Tensor) -> Constant:
         """Return the constant with a copy of its values, if its size allows one."""
-        expensive = tensor.nbytes > _KEPT_BYTES or isinstance(tensor, FakeTensor)
+        expensive = _size(tensor) > _KEPT_BYTES or isinstance(tensor, FakeTensor)
         return self if expensive or self.copy is not None else replace(self, copy=tensor.detach().to("cpu", copy=True))
 
 
@@ -66,7 +68,7 @@ def copy_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in module.named_buffers():
         if known is not None and name in known and known[name].holds(value):
             continue
-        large = known is None and value.nbytes > _SMALL_BYTES
+        large = known is None and _size(value) > _SMALL_BYTES
         copies[name] = value.detach().to("cpu", copy=True) if large else value.detach().clone()
     return copies
 
@@ -124,7 +126,7 @@ def drop_constants(module: nn.Module, copies: dict[str, torch.Tensor]) -> bool:
     Returns:
         Whether any large buffer is known to be constant; ``False`` in evaluation mode or without large copies.
     """
-    large = [name for name, value in copies.items() if value.nbytes > _SMALL_BYTES]
+    large = [name for name, value in copies.items() if _size(value) > _SMALL_BYTES]
     if not large or not module.training:
         return False
     current = dict(module.named_buffers())
@@ -137,8 +139,17 @@ def drop_constants(module: nn.Module, copies: dict[str, torch.Tensor]) -> bool:
 
 
 def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
-    # A fake tensor has no values; a large buffer is nearly always a constant.
-    return isinstance(one, FakeTensor) or torch.equal(one.to(two.device), two)
+    if isinstance(one, FakeTensor):
+        # It has no values; a large buffer is nearly always a constant.
+        return True
+    parts, others = dense_parts(one), dense_parts(two)
+    same = one.layout is two.layout and bool(parts)
+    return same and all(torch.equal(part.to(other.device), other) for part, other in zip(parts, others, strict=True))
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements, and of their indices if it is sparse."""
+    return sum(part.nbytes for part in dense_parts(tensor))
 
 
 @contextmanager

@@ -144,8 +144,8 @@ def reporting_writes() -> Iterator[None]:
     def packed(tensor: torch.Tensor) -> tuple[Any, torch.Tensor | None, int]:
         own = tensor.detach() if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_inference() else None
         if own is not None:
-            # It keeps the count of writes to the tensor, but not the tensor's memory.
-            own.data = own.new_empty(0)
+            # It keeps the count of writes to the tensor, but not the tensor's memory. A CSR tensor has two dimensions.
+            own.data = own.new_empty([0] * max(own.dim(), 1))
         return pack(tensor), own, version_of(tensor)
 
     def unpacked(kept: tuple[Any, torch.Tensor | None, int]) -> Any:
