@@ -7,7 +7,8 @@ import functools
 import itertools
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,35 @@ def with_keyword_hook() -> Block:
     return block
 
 
+def with_counting_hook(count: Any) -> Block:
+    block = Block(lambda *_: 1.0)
+    if isinstance(count, torch.Tensor):
+        block.register_buffer("n", count)
+    else:
+        block.n = count
+
+    def hook(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        if block.active:
+            block.n += 1
+        return output * (1 + FACTOR * float(block.n))
+
+    block.up.register_forward_hook(hook)
+    return block
+
+
+class Wrapped(Block):
+    """A block that wraps a method of its own, as metrics do, so that its copies call the method of the original."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda block, _: block.counted(), n=0)
+        counted = self.counted
+        self.counted = lambda: counted()  # type: ignore[method-assign]
+
+    def counted(self) -> float:
+        self.n += 1
+        return 1 + FACTOR * self.n
+
+
 def grown(held: dict[str, int]) -> float:
     held["n"] += 1
     return 1 + FACTOR * held["n"]
@@ -123,6 +153,9 @@ SHARED: dict[str, Callable[[], Block]] = {
     "method as a default": item_of(lambda: Count().up),
     "hook by partial": with_partial_hook,
     "default of a hook's keyword": with_keyword_hook,
+    "hook that counts in its block": lambda: with_counting_hook(0),
+    "hook that counts in a buffer of its block": lambda: with_counting_hook(torch.zeros(())),
+    "method that its block wraps": Wrapped,
 }
 
 
@@ -355,3 +388,40 @@ def test_a_large_sparse_buffer_is_known_to_be_constant() -> None:
     assert drop_constants(block, copies)
     assert not copies
     assert not copy_buffers(block)
+
+
+@contextmanager
+def scope(entered: list[int]) -> Iterator[None]:
+    with torch.profiler.record_function("block"):
+        yield
+    entered.extend(entered[:1])
+
+
+class Scoped(Block):
+    @scope([])
+    def forward(self, x: torch.Tensor, handed: Any = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+ENTERED = [1]
+
+
+class Counted(Block):
+    @scope(ENTERED)
+    def forward(self, x: torch.Tensor, handed: Any = None) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_a_forward_that_a_context_manager_decorates_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_late_state.LOCKED", ())
+    check(lambda: Scoped(lambda *_: 1.0), 0, lambda _: None)
+
+
+def test_what_a_decorating_context_manager_changes_locks_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_late_state.LOCKED", ("it changes what scope is given",))
+
+    def make() -> Block:
+        ENTERED[:] = [1]
+        return Counted(lambda *_: FACTOR * len(ENTERED))
+
+    check(make, 0, lambda _: len(ENTERED))

@@ -12,15 +12,15 @@ import logging
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ContextDecorator, _GeneratorContextManager, contextmanager, suppress
 from dataclasses import replace
-from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from autotune.mechanics.copies import attributes_of, has_slots, is_named
+from autotune.mechanics.copies import attributes_of, has_slots, is_named, same_bits
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.seen_state import PLAIN, Seen, Values, cell_seen, mapping_seen, object_seen, same, snapshot_of
 from autotune.profiling.reachable_code import (
@@ -45,6 +45,8 @@ _FUNCTIONS = (FunctionType, classmethod, staticmethod, property)
 _OF_CLASSES = (*_FUNCTIONS, type, MethodType, BuiltinFunctionType)
 # Methods of objects made in C, such as ``itertools.count().__next__``.
 _METHODS_IN_C = (BuiltinFunctionType, MethodWrapperType)
+# The code of functions that are decorated by a context manager.
+_DECORATED = tuple(one for one in ContextDecorator.__call__.__code__.co_consts if isinstance(one, CodeType))
 # The most objects within an attribute that are looked at.
 _MOST_WITHIN = 256
 _LEFT_OUT = (*PLAIN, type(None))
@@ -76,8 +78,10 @@ class Surroundings:
         self._seen: list[Seen] = []
         # Caches of functions, and their sizes: a copy of the unit may add its own results.
         self._caches: list[tuple[Any, int]] = []
-        # The unit's own parts are copied, or their attributes are watched.
-        self._met: set[int] = set(map(id, module.modules()))
+        # The unit's own parts are copied, or their attributes are watched: only functions may lead copies to them.
+        self._parts = frozenset(map(id, module.modules()))
+        self._met: set[int] = set(self._parts) if named else set()
+        self._buffers = frozenset(map(id, module.buffers()))
         self.refusal: str | None = None
         # The attributes that are watched; ``None`` for all.
         self._named = _names_in(module) if named else None
@@ -141,7 +145,8 @@ class Surroundings:
             for one in (*function.args, *function.keywords.values()):
                 self._take(f"what {name} is given", one)
             function = function.func
-        if isinstance(function, MethodType):
+        if isinstance(function, MethodType) and (depth < _DEPTH or id(function.__self__) not in self._parts):
+            # A method that the unit itself holds is copied with its part.
             self._take(f"{name}.__self__", function.__self__)
         for one in plain_functions(function):
             if id(one) not in self._met and depth:
@@ -182,6 +187,9 @@ class Surroundings:
                 found = cell.cell_contents
             except ValueError:
                 continue
+            if isinstance(found, _GeneratorContextManager) and function.__code__ in _DECORATED:
+                # Its generator is never used: each call makes another one.
+                key, found = found.func.__name__, functools.partial(found.func, *found.args, **found.kwds)
             self._take_named(key, found, names, depth)
             self._seen.append(cell_seen(key, cell))
         self._seen += [_name(function.__globals__, key) for key in bound_in(function.__code__)]
@@ -245,6 +253,9 @@ class Surroundings:
             self._met.add(id(value))
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and found.then.copy is None:
                 self.refusal = f"its code can reach {name}, which it may change and which is too large to copy"
+            if id(value) in self._buffers and value.layout is torch.strided and found.then.copy is not None:
+                # Passes over copies may have written to it, and put its values back.
+                found = replace(found, same=lambda one, then: same_bits(one.tensor.detach().cpu(), then.copy))
             self._seen.append(found)
         for key, item in _items(value):
             self._take(f"{name}{key}", item, depth)
@@ -336,7 +347,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         # Its weights are left out: they are trained, or do not belong to the unit.
         own = {key: item for key, item in vars(value).items() if key not in _OF_MODULES}
-        return [(f".{key}", item) for key, item in {**own, **value._buffers, **value._modules}.items()]
+        return [(f".{key}", item) for key, item in {**own, "_buffers": value._buffers, **value._modules}.items()]
     if isinstance(value, tuple):
         return [(f"[{place}]", item) for place, item in enumerate(value)]
     return [(f".{key}", item) for key, item in attributes_of(value).items()]

@@ -13,6 +13,7 @@ import random
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import _GeneratorContextManager
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -273,6 +274,9 @@ def functions_of(found: Any, names: frozenset[str]) -> list[Any]:
     if isinstance(found, nn.Module):
         # Parts of the unit are followed separately; this may also be a module that the unit does not own.
         return [type(found).forward]
+    if isinstance(found, _GeneratorContextManager):
+        # Until it is entered, the function that made its generator.
+        return [one for name, one in vars(found).items() if name == "func"]
     kind = found if isinstance(found, type) else type(found)
     if issubclass(kind, CustomOpDef):
         return [one for name in _OF_AN_OPERATOR if (one := vars(found).get(name)) is not None]
