@@ -425,3 +425,30 @@ def test_what_a_decorating_context_manager_changes_locks_a_block(monkeypatch: py
         return Counted(lambda *_: FACTOR * len(ENTERED))
 
     check(make, 0, lambda _: len(ENTERED))
+
+
+class Reader(nn.Module):
+    def __init__(self, book: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("book", book)
+
+    def forward(self, inner: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(inner @ self.book.t(), -1) @ self.book
+
+
+def read_and_updated(block: Any, inner: torch.Tensor) -> Any:
+    found = block.read(inner.detach())
+    block.book.mul_(0.9).add_(inner.detach()[:8], alpha=0.1)
+    return found
+
+
+@pytest.mark.parametrize("late", [0, LATE])
+def test_a_buffer_that_is_registered_twice_is_recomputed_as_one(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Block:
+        block = Block(read_and_updated)
+        block.register_buffer("book", torch.randn(8, 3 * WIDTH))
+        block.read = Reader(block.book)
+        return block
+
+    monkeypatch.setattr("test_late_state.LOCKED", ())
+    check(make, late, lambda blocks: [float(one.book.sum()) for one in blocks])  # type: ignore[operator]

@@ -154,16 +154,21 @@ def _size(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def replaced_buffers(module: nn.Module, copies: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Run the body on other buffers, so that its writes do not reach the module's own."""
-    owners = {name: _owner(module, name) for name in copies}
-    current = {name: owner._buffers[key] for name, (owner, key) in owners.items()}
-    for name, (owner, key) in owners.items():
-        owner._buffers[key] = copies[name]
+    """Run the body on other buffers, so that its writes do not reach the module's own.
+
+    A buffer that is registered several times is replaced everywhere.
+    """
+    buffers = dict(module.named_buffers())
+    others = {id(buffers[name]): copied for name, copied in copies.items()}
+    held = [(part._buffers, key, one) for part in module.modules() for key, one in part._buffers.items()]
+    replaced = [(owner, key, one) for owner, key, one in held if id(one) in others]
+    for owner, key, one in replaced:
+        owner[key] = others[id(one)]
     try:
         yield
     finally:
-        for name, (owner, key) in owners.items():
-            owner._buffers[key] = current[name]
+        for owner, key, one in replaced:
+            owner[key] = one
 
 
 def write_buffers(module: nn.Module, copies: Mapping[str, torch.Tensor]) -> None:
@@ -178,8 +183,3 @@ def undo_writes(module: nn.Module, copies: Mapping[str, torch.Tensor]) -> None:
     """Write copied values back into those buffers of a module that have changed; a buffer may share its elements."""
     buffers = dict(module.named_buffers())
     write_buffers(module, {name: one for name, one in copies.items() if not _equal(buffers[name], one)})
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, key = name.rpartition(".")
-    return module.get_submodule(path), key
