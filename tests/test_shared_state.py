@@ -452,3 +452,41 @@ def test_a_buffer_that_is_registered_twice_is_recomputed_as_one(late: int, monke
 
     monkeypatch.setattr("test_late_state.LOCKED", ())
     check(make, late, lambda blocks: [float(one.book.sum()) for one in blocks])  # type: ignore[operator]
+
+
+def drawn(width: int) -> torch.Tensor:
+    return torch.randn(width)
+
+
+@functools.cache
+def features(_number: int, width: int) -> torch.Tensor:
+    return drawn(width)
+
+
+@functools.cache
+def waves(_number: int, width: int) -> torch.Tensor:
+    return torch.arange(width).cos()
+
+
+class Draws(Block):
+    """A block that draws random numbers besides what its table consists of."""
+
+    def __init__(self, table: Callable[[int, int], torch.Tensor], number: int) -> None:
+        super().__init__(lambda block, inner: block.table(block.number, inner.shape[1]), number=number)
+        self.table = table
+
+    def forward(self, x: torch.Tensor, handed: Any = None) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.1)
+
+
+@pytest.mark.parametrize("table", [features, waves])
+def test_results_that_blocks_keep_are_drawn_as_often_as_without(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = ("its code can reach table, a cache of results that may be drawn at random",)
+    monkeypatch.setattr("test_late_state.LOCKED", reasons if table is features else ())
+    numbers = itertools.cycle(range(3))
+
+    def make() -> Block:
+        table.cache_clear()
+        return Draws(table, next(numbers))
+
+    check(make, 0, lambda _: torch.get_rng_state().sum().item())

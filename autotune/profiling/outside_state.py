@@ -29,6 +29,7 @@ from autotune.profiling.reachable_code import (
     forward_of,
     functions_of,
     is_trusted,
+    may_draw,
     names_in,
     plain_functions,
 )
@@ -155,7 +156,7 @@ class Surroundings:
                     self._look_into_code(one, depth - 1)
 
     def _take_shared(self, name: str, value: Any) -> None:
-        """Watch what copies of a container or an object share with it: functions, globals, constants, referents."""
+        """Watch what copies of a container or an object share with it, such as functions, globals and caches."""
         waiting, met = [value], set[int]()
         while waiting and len(met) < _MOST_WITHIN:
             one = waiting.pop()
@@ -163,8 +164,8 @@ class Surroundings:
             if id(one) in met or issubclass(kind, nn.Module | torch.Tensor | ModuleType | type):
                 continue
             met.add(id(one))
-            if issubclass(kind, _WEAK):
-                self._take(name, _referent(one))
+            if issubclass(kind, (*_WEAK, functools._lru_cache_wrapper)):
+                self._take(name, one)
             elif issubclass(kind, FunctionType | MethodType | functools.partial):
                 self._look_into(name, one, _DEPTH)
             elif issubclass(kind, _METHODS_IN_C):
@@ -235,6 +236,9 @@ class Surroundings:
         elif isinstance(value, functools._lru_cache_wrapper):
             self._met.add(id(value))
             self._caches.append((value, value.cache_info().currsize))
+            if may_draw(value):
+                # A single result cannot be removed, and the run's own call would not draw it again.
+                self.refusal = f"its code can reach {name}, a cache of results that may be drawn at random"
         elif isinstance(value, Iterator) and not hasattr(value, "write"):
             self.refusal = f"its code can reach {name}, an iterator, which cannot be restored"
         else:

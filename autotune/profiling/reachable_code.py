@@ -12,7 +12,7 @@ import itertools
 import random
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import _GeneratorContextManager
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverloadPacket
 
 from autotune.mechanics.copies import own_dict
 
@@ -49,6 +50,7 @@ _CALLED_UNNAMED = (
 # What autograd calls of a function of the user's own, and a custom operator of its definition.
 _CALLED_BY_AUTOGRAD = ("forward", "backward", "setup_context", "jvp", "vmap")
 _OF_AN_OPERATOR = ("_init_fn", "_setup_context_fn", "_backward_fn")
+_CONSTANT_INITIALS = {"constant_", "dirac_", "eye_", "ones_", "zeros_"}
 # Transforms of torch.func within which hooks for saved tensors raise.
 _FORBID_HOOKS = {"grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"}
 # Operations of a scripted function from which torch may make one, which rounds otherwise.
@@ -121,7 +123,28 @@ def forward_of(part: nn.Module) -> Any:
 def source_of(module: nn.Module) -> str | None:
     """Return which generator, except torch's default ones, a unit's forward pass may use, or ``None``."""
     parts = list(module.modules())
-    for function in _reached(parts):
+    return _source_in(_reached(parts), parts)
+
+
+def may_draw(function: Any) -> bool:
+    """Return whether a function, or one that it calls by name, may draw random numbers."""
+    functions = list(_followed([function], ()))
+    drawing = any(_is_drawing(name) for one in functions for name in names_in(one.__code__))
+    return drawing or _source_in(functions, ()) is not None
+
+
+@functools.cache
+def _is_drawing(name: str) -> bool:
+    """Return whether torch's operators or initialisations of this name draw random numbers."""
+    if name.endswith("_") and isinstance(vars(nn.init).get(name), FunctionType):
+        return name not in _CONSTANT_INITIALS
+    operator = getattr(torch.ops.aten, name, None)
+    overloads = operator.overloads() if isinstance(operator, OpOverloadPacket) else ()
+    return any(torch.Tag.nondeterministic_seeded in getattr(operator, kind).tags for kind in overloads)
+
+
+def _source_in(functions: Iterable[FunctionType], parts: Sequence[nn.Module]) -> str | None:
+    for function in functions:
         names = names_in(function.__code__)
         if _imports_one(function.__code__):
             return _HOST
@@ -206,7 +229,14 @@ def _reached(parts: Sequence[nn.Module], within: Collection[str | None] | None =
         parts: the unit's modules.
         within: names of the Python modules whose functions are followed; ``None`` for all.
     """
-    waiting, met = _called_first(parts), set[int]()
+    yield from _followed(_called_first(parts), parts, within)
+
+
+def _followed(
+    waiting: list[Any], parts: Sequence[nn.Module], within: Collection[str | None] | None = None
+) -> Iterator[FunctionType]:
+    """Yield functions, and those that they may call by name, as :func:`_reached` does."""
+    met = set[int]()
     while waiting and len(met) < _MOST_FUNCTIONS:
         for function in plain_functions(waiting.pop()):
             if id(function) in met or is_trusted(function.__module__):
