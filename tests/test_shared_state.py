@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_late_state import LATE, WIDTH, Mix, trained
+from test_late_state import LATE, WIDTH, Mix, assert_same, trained
 from torch import nn
 
 from autotune.mechanics.buffers import copy_buffers, drop_constants
@@ -490,3 +490,29 @@ def test_results_that_blocks_keep_are_drawn_as_often_as_without(table: Any, monk
         return Draws(table, next(numbers))
 
     check(make, 0, lambda _: torch.get_rng_state().sum().item())
+
+
+class Halving(Mix):
+    """A block that halves the gradient of its input by a hook."""
+
+    def forward(self, x: torch.Tensor, handed: Any = None) -> torch.Tensor:
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return super().forward(x)
+
+
+class Decoder(nn.Module):
+    """Blocks of which the first is handed weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latent = nn.Parameter(torch.randn(32, WIDTH))
+        self.blocks = nn.Sequential(*(Halving() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.blocks(self.latent) + x
+        return found
+
+
+def test_a_hook_on_what_a_block_is_handed_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_late_state.LOCKED", ())
+    assert_same(lambda: (Decoder(), lambda: None), 0)

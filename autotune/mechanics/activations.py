@@ -372,6 +372,8 @@ def _tensor_hooks_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for one, hooks, then in before:
             if one._backward_hooks is not hooks:
+                # The graph of a computed tensor refers to them.
+                (one._backward_hooks or {}).clear()
                 one._backward_hooks = hooks
             if hooks is not None and len(hooks) != len(then):
                 hooks.clear()
@@ -483,7 +485,8 @@ class _Call:
         present = [(own, own.copy()) for own, _ in owns]
         _restore([(own, {**own, **attributes}) for own, attributes in owns])
         try:
-            with muted():
+            plain = [one for one in found if type(one) in (torch.Tensor, nn.Parameter)]
+            with muted(), _tensor_hooks_kept([one for one in plain if one.requires_grad]):
                 return self.forward(*args, **kwargs)
         finally:
             _restore(present)
