@@ -516,3 +516,33 @@ class Decoder(nn.Module):
 def test_a_hook_on_what_a_block_is_handed_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("test_late_state.LOCKED", ())
     assert_same(lambda: (Decoder(), lambda: None), 0)
+
+
+class Key:
+    pass
+
+
+KEYS = [Key() for _ in range(100)]
+
+
+def noting(block: Any, _: Any) -> float:
+    key = KEYS[len(block.noted)]
+    if isinstance(block.noted, weakref.WeakSet):
+        block.noted.add(key)
+    else:
+        block.noted[key] = key
+    return 1 + FACTOR * len(block.noted)
+
+
+def unused(_block: Any, _: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("use", [unused, noting])
+@pytest.mark.parametrize("kind", [weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet])
+def test_a_weak_container_locks_a_block_only_if_its_code_names_it(
+    kind: Any, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = (f"its code may change noted, a {kind.__name__}",)
+    monkeypatch.setattr("test_late_state.LOCKED", reasons if use is noting else ())
+    check(lambda: Block(use, noted=kind()), LATE, lambda blocks: [len(one.noted) for one in blocks])  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.memory_meter import strided
 
 _WEAK = (weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType)
+WEAK_DICTIONARIES = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 # Types of immutable objects, and of objects that belong to the whole process.
 _SHARED = (
     type(None),
@@ -443,6 +444,9 @@ def _state_of_tensor(path: str, value: torch.Tensor, met: set[int]) -> Iterator[
 
 
 def _state_of_parts(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, WEAK_DICTIONARIES):
+        # Among its attributes is a function that each copy has of its own.
+        value = dict(value)
     if isinstance(value, dict):
         yield f"{path}#", len(value)
         for place, (key, item) in enumerate(value.items()):

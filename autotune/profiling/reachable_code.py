@@ -23,7 +23,7 @@ from torch import nn
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverloadPacket
 
-from autotune.mechanics.copies import own_dict
+from autotune.mechanics.copies import WEAK_DICTIONARIES, own_dict
 
 # Libraries whose functions are assumed to use only their arguments, and are not looked into.
 TRUSTED = (
@@ -50,6 +50,7 @@ _CALLED_UNNAMED = (
 # What autograd calls of a function of the user's own, and a custom operator of its definition.
 _CALLED_BY_AUTOGRAD = ("forward", "backward", "setup_context", "jvp", "vmap")
 _OF_AN_OPERATOR = ("_init_fn", "_setup_context_fn", "_backward_fn")
+_WEAK_CONTAINERS = (*WEAK_DICTIONARIES, weakref.WeakSet)
 _CONSTANT_INITIALS = {"constant_", "dirac_", "eye_", "ones_", "zeros_"}
 # Transforms of torch.func within which hooks for saved tensors raise.
 _FORBID_HOOKS = {"grad", "grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"}
@@ -165,6 +166,12 @@ def deed_of(module: nn.Module) -> str | None:
     parts = list(module.modules())
     if any(_is_optimised(found) for one in _reached(parts) for found in _named(one, names_in(one.__code__), parts)):
         return "run a scripted function, which torch optimises after some runs"
+    for name in sorted(frozenset[str]().union(*(names_in(one.__code__) for one in _reached(parts)))):
+        kinds = (type(vars(part).get(name)) for part in parts)
+        weak = next((kind for kind in kinds if issubclass(kind, _WEAK_CONTAINERS)), None)
+        if weak is not None:
+            # What it held before a call is not restored: it would have to be kept alive.
+            return f"change {name}, a {weak.__name__}"
     own: set[str | None] = {kind.__module__ for part in parts for kind in type(part).__mro__}
     own |= {one.__module__ for found in _called_first(parts) for one in plain_functions(found)}
     methods = [one for part in parts for kind in type(part).__mro__ for one in vars(kind).values()]
