@@ -286,7 +286,11 @@ LATE_STATE: dict[str, tuple[Callable[[], Block], Callable[[list[Any]], Any]]] = 
     ),
     "module in a list": (
         lambda: Block(lambda b, inner: tracked(b.hidden[0], inner), hidden=[nn.BatchNorm1d(3 * WIDTH, affine=False)]),
-        lambda blocks: [float(one.hidden[0].num_batches_tracked) for one in blocks],
+        lambda blocks: [float(buffer.sum()) for one in blocks for buffer in one.hidden[0].buffers()],
+    ),
+    "module in a tuple": (
+        lambda: Block(lambda b, inner: tracked(b.hidden[0], inner), hidden=(nn.BatchNorm1d(3 * WIDTH, affine=False),)),
+        lambda blocks: [float(buffer.sum()) for one in blocks for buffer in one.hidden[0].buffers()],
     ),
     "method of a list": (
         lambda: Block(lambda b, _: b.note(1) or 1 + FACTOR * len(b.note.__self__), note=[].append),
@@ -459,7 +463,7 @@ def drawn(width: int) -> torch.Tensor:
 
 
 @functools.cache
-def features(_number: int, width: int) -> torch.Tensor:
+def drawn_table(_number: int, width: int) -> torch.Tensor:
     return drawn(width)
 
 
@@ -479,10 +483,10 @@ class Draws(Block):
         return nn.functional.dropout(super().forward(x), 0.1)
 
 
-@pytest.mark.parametrize("table", [features, waves])
+@pytest.mark.parametrize("table", [drawn_table, waves])
 def test_results_that_blocks_keep_are_drawn_as_often_as_without(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = ("its code can reach table, a cache of results that may be drawn at random",)
-    monkeypatch.setattr("test_late_state.LOCKED", reasons if table is features else ())
+    monkeypatch.setattr("test_late_state.LOCKED", reasons if table is drawn_table else ())
     numbers = itertools.cycle(range(3))
 
     def make() -> Block:

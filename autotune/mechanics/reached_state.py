@@ -59,13 +59,23 @@ class ReachedState:
         roots: objects, functions, containers, arrays and tensors.
         buffers: ids of the unit's buffers, which are restored otherwise.
         failed: called with the reason if something cannot be restored.
+        modules: modules that lead to tensors among the roots.
     """
 
-    def __init__(self, roots: Sequence[Any], buffers: Collection[int], failed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        roots: Sequence[Any],
+        buffers: Collection[int],
+        failed: Callable[[str], None],
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
         self._roots, self._buffers, self._failed = roots, buffers, failed
         found = _reached(roots)
         tensors = self._tensors_in(found)
         self._versions = {id(one): version_of(one) for one in tensors}
+        # BatchNorm's kernels do not count their writes.
+        hidden = (*modules, *(one for one in found if isinstance(one, nn.Module)))
+        self._uncounted = {id(buffer) for one in hidden for buffer in one._buffers.values()}
         # Copied on their own devices: copies to the host would wait for an accelerator at each call.
         copied = itertools.accumulate((one.nbytes if _is_copied(one) else 0 for one in tensors), initial=0)
         fits = [one for one, before in zip(tensors, copied, strict=False) if _is_copied(one) and before < _MOST_COPIED]
@@ -96,7 +106,11 @@ class ReachedState:
         others = {id(one): one for one in (*self._others, *reached)}
         present = [seen for one in others.values() for seen in _seen(one)]
         # Other calls may have written to further tensors.
-        former = [(one, copy) for one, version, copy in self._copies.values() if version_of(one) != version]
+        former = [
+            (one, copy)
+            for one, version, copy in self._copies.values()
+            if version_of(one) != version or id(one) in self._uncounted
+        ]
         changed = {id(one): one for one in (*self._written, *(one for one, _ in former))}
         values = [(one, one.detach().clone()) for one in changed.values()]
         self._restore(self._then)
@@ -169,10 +183,10 @@ def state_of_attributes(
     """
     roots = [value for value in values if _is_root(value)]
     roots += [value for value in containers if id(value) not in copied]
-    held = [value for value in containers if id(value) in copied and not has_scalars_only(value)]
-    if held:
-        roots += [one for one in _reached(held) if _is_shared(one)]
-    return ReachedState(roots, buffers, failed) if roots else None
+    held = _reached(value for value in containers if id(value) in copied and not has_scalars_only(value))
+    roots += [one for one in held if _is_shared(one)]
+    modules = [one for one in held if isinstance(one, nn.Module)]
+    return ReachedState(roots, buffers, failed, modules) if roots else None
 
 
 def _is_shared(one: Any) -> bool:
