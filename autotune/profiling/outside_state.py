@@ -82,7 +82,7 @@ class Surroundings:
         # The unit's own parts are copied, or their attributes are watched: only functions may lead copies to them.
         self._parts = frozenset(map(id, module.modules()))
         self._met: set[int] = set(self._parts) if named else set()
-        self._buffers = frozenset(map(id, module.buffers()))
+        self._lent = frozenset(map(id, (*module.buffers(), *(value for _, value in own_attributes(module)))))
         self.refusal: str | None = None
         # The attributes that are watched; ``None`` for all.
         self._named = _names_in(module) if named else None
@@ -257,7 +257,7 @@ class Surroundings:
             self._met.add(id(value))
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and found.then.copy is None:
                 self.refusal = f"its code can reach {name}, which it may change and which is too large to copy"
-            if id(value) in self._buffers and value.layout is torch.strided and found.then.copy is not None:
+            if id(value) in self._lent and _is_copied(found):
                 # Passes over copies may have written to it, and put its values back.
                 found = replace(found, same=lambda one, then: same_bits(one.tensor.detach().cpu(), then.copy))
             self._seen.append(found)
@@ -319,6 +319,12 @@ def _snapshot(name: str, value: Any, named: frozenset[str] | None) -> Seen | Non
     if is_trusted(type(value).__module__) or type(value).__module__.partition(".")[0] in ("logging", "contextvars"):
         return None
     return object_seen(name, value, named) if hasattr(value, "__dict__") or has_slots(type(value)) else None
+
+
+def _is_copied(seen: Seen) -> bool:
+    """Return whether a recorded object is a dense tensor with a copy of its values."""
+    then = seen.then
+    return isinstance(then, Values) and then.tensor.layout is torch.strided and then.copy is not None
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
