@@ -143,7 +143,8 @@ def test_no_step_is_said_to_exceed_a_budget_that_can_be_met(name: str, caplog: p
     lean = attached(loop, memory_budget_bytes=1)
     lowest = max(trained(loop, Run(plans=kept_where_locked(lean))).peaks)
     caplog.clear()
-    run = attached(loop, memory_budget_bytes=int(1.02 * lowest))
+    # What the loop itself keeps from step to step, such as another model's gradients, counts as well.
+    run = attached(loop, memory_budget_bytes=int(1.1 * lowest))
     assert run.status["over_budget_steps"] == 0
     assert "no plan fits" not in caplog.text
 

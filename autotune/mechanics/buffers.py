@@ -149,7 +149,7 @@ def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 def _size(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements, and of their indices if it is sparse."""
-    return sum(part.nbytes for part in dense_parts(tensor))
+    return tensor.nbytes if tensor.layout is torch.strided else sum(part.nbytes for part in dense_parts(tensor))
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from torch import nn
 
 from zoo import WIDTH, Residual, Run, points
 
+STAYS_LEAN = "graphs that the loop drops are taken to be kept until the backward pass, as others are"
+
 
 def train(run: Run) -> None:
     generator = nn.Sequential(*[Residual() for _ in range(4)], nn.Linear(WIDTH, WIDTH))
