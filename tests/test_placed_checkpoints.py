@@ -297,6 +297,22 @@ def test_a_new_optimizer_makes_steps_too() -> None:
     assert "profile" not in tuner.locks
 
 
+def test_accumulated_batches_are_counted_beside_a_second_optimizer() -> None:
+    model = gpt()
+    first, second, *others = model.parameters()
+    optimizers = [torch.optim.SGD(part, lr=1e-2) for part in (others, [first, second])]
+    tuner = autotune.checkpoint(model, memory_budget=1, optimizer=optimizers[0], accumulation_steps=2)
+    tokens = torch.zeros(4, 4, dtype=torch.long)
+    for _ in range(6):
+        for _ in range(2):
+            model(tokens).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert tuner.status["steps"] == 6
+    assert "profile" not in tuner.locks
+
+
 def test_a_scripted_model_is_refused_in_one_sentence() -> None:
     with pytest.warns(DeprecationWarning, match="script"):
         model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))

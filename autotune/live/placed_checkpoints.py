@@ -126,20 +126,25 @@ class _Steps:
         optimizer_hooks, own = optimizer._optimizer_step_post_hooks, updates.id
         self._handles += [optimizer.register_step_pre_hook(updating), updates]
         tuner.when_detached(leaving)
-        self._begin()
+        self._passes.begin()
 
     def _before(self, module: nn.Module, _args: object) -> None:
         if runs_backward():
             # A checkpoint of the loop's own, round the model, runs it again.
             return
-        if self._passes.came_back and module.training and torch.is_grad_enabled():
-            # A backward pass has run since the last forward pass, and no update of the optimizer.
-            if self._versions == list(map(version_of, self._parameters)):
-                self._passes.next()
-            else:
-                # Another optimizer has made it.
-                self._passes.update()
-                self._end(is_last=False)
+        if not module.training or not torch.is_grad_enabled():
+            return
+        versions = list(map(version_of, self._parameters))
+        if not self._passes.came_back:
+            self._versions = versions
+        elif versions == self._versions:
+            # A backward pass has run since the last forward pass, and no update: the loop accumulates.
+            self._passes.next()
+        else:
+            # Another optimizer has made it.
+            self._versions = versions
+            self._passes.update()
+            self._end(is_last=False)
 
     def _after(self, *_: object) -> None:
         if not self._tuner.attached:
@@ -157,13 +162,9 @@ class _Steps:
             self._tuner.detach(reason)
         self._passes.end(stepped=True)
         if self._tuner.attached:
-            self._begin()
+            self._passes.begin()
         elif is_last:
             self._leave()
-
-    def _begin(self) -> None:
-        self._versions = list(map(version_of, self._parameters))
-        self._passes.begin()
 
     def _leave(self) -> None:
         self._passes.close()
@@ -176,7 +177,7 @@ def _is_running(*owners: nn.Module | torch.optim.Optimizer | None) -> bool:
     """Return whether a thread is in a call of a model, or in a step of an optimizer, and so may go through hooks."""
     calls = {
         nn.Module._call_impl.__code__,
-        *(type(one).step.__code__ for one in owners if isinstance(one, torch.optim.Optimizer)),
+        *(getattr(type(one).step, "__code__", None) for one in owners if isinstance(one, torch.optim.Optimizer)),
     }
     for frame in sys._current_frames().values():
         within: FrameType | None = frame
