@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 
 import pytest
+import torch
+import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -247,11 +249,81 @@ def test_a_configuration_of_hugging_face_gives_the_same_model() -> None:
     assert gpt2.parameters == pytest.approx(124.4e6, rel=2e-3)
 
 
+SMALL = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 3,
+}
+NARROW = {"intermediate_size": 300, "moe_intermediate_size": 96}
+MIXTURES = {
+    "mixtral": {"intermediate_size": 224, "num_local_experts": 8},
+    "qwen2_moe": {**NARROW, "shared_expert_intermediate_size": 160, "num_experts": 12, "decoder_sparse_step": 2},
+    "qwen3_moe": {**NARROW, "head_dim": 32, "num_experts": 12, "mlp_only_layers": [1]},
+    "olmoe": {"intermediate_size": 96, "num_experts": 12},
+    "gpt_oss": {"intermediate_size": 96, "head_dim": 32, "num_local_experts": 12},
+    "granitemoe": {"intermediate_size": 96, "num_local_experts": 12},
+    "phimoe": {"intermediate_size": 96, "num_local_experts": 12},
+    "glm4_moe": {**NARROW, "head_dim": 32, "n_routed_experts": 12, "n_shared_experts": 2, "first_k_dense_replace": 2},
+    "llama4_text": {
+        "intermediate_size": 96, "intermediate_size_mlp": 256, "head_dim": 16, "num_local_experts": 8,
+        "moe_layers": [1, 3, 4],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_of_experts_has_the_parameters_of_the_model_itself(kind: str) -> None:
+    config = transformers.CONFIG_MAPPING[kind](**SMALL, **MIXTURES[kind])
+    with torch.device("meta"):
+        model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    found = Transformer.from_config(config.to_dict())
+    # Biases, of which gpt-oss has some, are not counted.
+    weights = sum(one.numel() for name, one in model.named_parameters() if not name.endswith("bias"))
+    assert found.parameters == pytest.approx(weights, rel=2e-3)
+
+
+def test_known_mixtures_have_the_published_parameters() -> None:
+    mixtral = Transformer.from_config(transformers.MixtralConfig().to_dict())
+    active = mixtral.layers * mixtral.active_layer_parameters + 2 * mixtral.hidden * mixtral.vocab
+    # Jiang et al. 2024 (arXiv:2401.04088): 47 B, of which 13 B compute a token.
+    assert (mixtral.parameters / 1e9, active / 1e9) == pytest.approx((46.7, 12.9), abs=0.05)
+
+
+def test_experts_cost_memory_and_active_ones_time() -> None:
+    layout = Layout(sequence=4096, micro_batch=4, shard=8)
+    sizes = {"layers": 8, "hidden": 2048, "heads": 16, "vocab": 32000, "ffn": 1024, "gated": True}
+    dense = Transformer.of_sizes(**{**sizes, "ffn": 4096})
+    found = {
+        (experts, active): Transformer.of_sizes(**sizes, experts=experts, active=active)
+        for experts, active in ((4, 4), (4, 1), (32, 1), (32, 4))
+    }
+    seconds = {key: predict_seconds(model, layout, H100, fitted()).products for key, model in found.items()}
+    needed = {key: predict_memory(model, layout, fitted()).total for key, model in found.items()}
+    assert found[4, 4].parameters == dense.parameters + 8 * 2048 * 4
+    # As many products in smaller pieces.
+    assert seconds[4, 4] == pytest.approx(predict_seconds(dense, layout, H100, fitted()).products, rel=0.15)
+    assert seconds[4, 1] < seconds[4, 4]
+    assert seconds[32, 1] == pytest.approx(seconds[4, 1], rel=0.15)
+    assert needed[32, 1] > needed[4, 1]
+    assert needed[32, 4] > needed[32, 1]
+    with pytest.raises(InputError, match="5 of 4 experts are active"):
+        Transformer.of_sizes(**sizes, experts=4, active=5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_attention_heads": 30}, "30 heads cannot share 8|do not divide"),
         ({"num_local_experts": 8}, "num_local_experts is 8"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "n_routed_experts is 8 .*mixtral"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank is 512"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8},
+            "num_experts_per_tok is missing|intermediate_size is missing",
+        ),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"num_hidden_layers": 0}, "layers is 0"),

@@ -113,7 +113,7 @@ def to_megatron(estimate: Estimate) -> str:
     arguments: dict[str, Any] = {
         "num-layers": model.layers,
         "hidden-size": model.hidden,
-        "ffn-hidden-size": model.ffn,
+        "ffn-hidden-size": model.dense_ffn if model.experts > 1 else model.ffn,
         "num-attention-heads": model.heads,
         "seq-length": layout.sequence,
         "max-position-embeddings": max(model.positions, layout.sequence),
@@ -149,13 +149,19 @@ def to_megatron(estimate: Estimate) -> str:
         arguments["kv-channels"] = model.head_dim
     if model.gated:
         arguments["normalization"] = "RMSNorm"
+    if model.experts > 1:
+        arguments |= {"num-experts": model.experts, "moe-router-topk": model.active, "moe-ffn-hidden-size": model.ffn}
+    if model.shared_ffn:
+        arguments["moe-shared-expert-intermediate-size"] = model.shared_ffn
     if layout.float8:
         arguments["fp8-format"] = "hybrid"
     if layout.virtual_stages > 1:
         arguments["num-layers-per-virtual-pipeline-stage"] = _stage_blocks(model, layout)[0]
     lines = [f"--{name} {value}" for name, value in arguments.items()]
     lines += [f"--{name}" for name, used in flags.items() if used]
-    return "\n".join([f"# {_HEAD}", *lines, *_megatron_recompute(estimate)]) + "\n"
+    told = f"# {model.dense_layers} blocks are dense: name the others with --moe-layer-freq"
+    notes = [told] if model.experts > 1 and model.dense_layers else []
+    return "\n".join([f"# {_HEAD}", *notes, *lines, *_megatron_recompute(estimate)]) + "\n"
 
 
 def _megatron_recompute(estimate: Estimate) -> list[str]:

@@ -92,11 +92,13 @@ def saved_bytes(model: Transformer, layout: Layout) -> float:
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), eq. 1 to 4, without dropout.
     """
     narrow = _NARROW if layout.float8 and layout.tuned else _HALF
-    streams = (2 * _HALF + 2 * narrow) * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    # Tokens are copied for each of their experts, and so are the results, which are weighted.
+    routed = (_HALF + narrow) * model.sparse_share * model.active
+    streams = (2 * _HALF + 2 * narrow + routed) * model.hidden / (layout.tp if layout.sequence_parallel else 1)
     attention = _HALF * (2 * model.attention_width + 2 * model.kv_width)
     attention += narrow * model.attention_width if narrow < _HALF else 0
     gate = (3 - layout.fuses) if model.gated else 1
-    inner = attention + (_HALF * gate + narrow) * model.ffn
+    inner = attention + (_HALF * gate + narrow) * model.active_ffn
     scores = 0.0
     if not layout.fused_attention:
         scores = _SCORE_BYTES * model.heads / layout.tp * layout.sequence * layout.tokens
@@ -120,7 +122,8 @@ def _kept_when_checkpointed(model: Transformer, layout: Layout) -> float:
     """Return the bytes that a checkpointed block keeps of one micro-batch."""
     if layout.checkpointing == "full":
         return 0.0 if layout.offload else _boundary(model, layout)
-    results = 2 * model.hidden + model.attention_width + 2 * model.kv_width + (2 if model.gated else 1) * model.ffn
+    ffn = (2 if model.gated else 1) * model.active_ffn
+    results = 2 * model.hidden + model.attention_width + 2 * model.kv_width + ffn
     attention = model.attention_width
     return _boundary(model, layout) + _HALF * layout.tokens * (attention + results / 2) / layout.tp
 

@@ -106,10 +106,10 @@ def block_seconds(
     """
     gain = constants.float8_gain if layout.float8 else 1.0
     forward = backward = 0.0
-    for m, n, k in _shapes(model, layout):
-        forward += product_seconds(m, n, k, machine, constants, gain=gain)
+    for share, (m, n, k) in _shapes(model, layout):
+        forward += share * product_seconds(m, n, k, machine, constants, gain=gain)
         inputs = product_seconds(m, k, n, machine, constants, gain=gain)
-        backward += inputs + layout.trainable * product_seconds(k, n, m, machine, constants, gain=gain)
+        backward += share * (inputs + layout.trainable * product_seconds(k, n, m, machine, constants, gain=gain))
     attention = _attention(model, layout, machine, constants)
     memory = _memory(model, layout, machine, constants)
     launch = constants.kernel_s * (constants.fused_traffic if layout.fuses else 1.0)
@@ -133,17 +133,27 @@ def _again(forward: Seconds, layout: Layout) -> Seconds:
     )
 
 
-def _shapes(model: Transformer, layout: Layout) -> tuple[tuple[int, int, int], ...]:
-    """Return rows, columns and inner length of a block's products on one rank."""
+def _shapes(model: Transformer, layout: Layout) -> list[tuple[float, tuple[int, int, int]]]:
+    """Return the share of the blocks that has a product, and its rows, columns and inner length on one rank."""
     tokens, tp = layout.tokens, layout.tp
-    queries, ffn = max(1, model.attention_width // tp), max(1, model.ffn // tp)
-    keys = max(model.head_dim, model.kv_width // tp)
-    return (
-        (tokens, queries + 2 * keys, model.hidden),
-        (tokens, model.hidden, queries),
-        (tokens, ffn * (2 if model.gated else 1), model.hidden),
-        (tokens, model.hidden, ffn),
-    )
+    queries, keys = max(1, model.attention_width // tp), max(model.head_dim, model.kv_width // tp)
+    attention = [(tokens, queries + 2 * keys, model.hidden), (tokens, model.hidden, queries)]
+    found = [(1.0, shape) for shape in attention]
+    sparse = model.sparse_share
+    layers = [(1 - sparse, tokens, model.dense_ffn if model.experts > 1 else model.ffn)]
+    layers += [(sparse, _routed(model, tokens), model.ffn), (sparse, tokens, model.shared_ffn)]
+    for share, rows, width in layers:
+        if share and width:
+            ffn = max(1, width // tp)
+            found.append((share, (rows, ffn * (2 if model.gated else 1), model.hidden)))
+            found.append((share, (rows, model.hidden, ffn)))
+    return found
+
+
+def _routed(model: Transformer, tokens: int) -> int:
+    """Return the rows of the products of all experts, each of which fills whole tiles; tokens are divided evenly."""
+    each = -(-tokens * model.active // model.experts)
+    return model.experts * -(-each // _TILE[0]) * _TILE[0]
 
 
 def _attention(model: Transformer, layout: Layout, machine: Machine, constants: Constants) -> tuple[float, float]:
@@ -172,8 +182,10 @@ def _memory(model: Transformer, layout: Layout, machine: Machine, constants: Con
     normalisations reduce.
     """
     split = layout.tp if layout.sequence_parallel else 1
-    streams = 10.0 * model.hidden / split
-    inner = (2.0 * (model.attention_width + 2 * model.kv_width) + (5.0 if model.gated else 2.0) * model.ffn) / layout.tp
+    # Tokens are copied for each of their experts, whose results are added up.
+    streams = (10.0 + 4.0 * model.sparse_share * model.active) * model.hidden / split
+    ffn = (5.0 if model.gated else 2.0) * model.active_ffn
+    inner = (2.0 * (model.attention_width + 2 * model.kv_width) + ffn) / layout.tp
     factor = constants.traffic * (constants.fused_traffic if layout.fuses else 1.0)
     forward = 2.0 * layout.tokens * (streams + inner) * factor / (machine.bandwidth * constants.bandwidth_share)
     return forward, 1.5 * forward

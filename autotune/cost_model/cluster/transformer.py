@@ -28,6 +28,11 @@ class Transformer:
         tied: whether the output projection shares the embedding's weights.
         learned_positions: whether each position has a learned vector.
         head_dim: width of one head.
+        experts: expert feed-forward layers of width ``ffn`` among which each sparse block chooses; 1 if none is sparse.
+        active: experts that compute a token.
+        shared_ffn: width of the feed-forward layer of sparse blocks that computes every token; 0 if there is none.
+        dense_layers: blocks that are not sparse.
+        dense_ffn: width of the feed-forward layer of these.
 
     Raises:
         InputError: if a size is not positive, or heads do not divide.
@@ -44,12 +49,22 @@ class Transformer:
     tied: bool = False
     learned_positions: bool = False
     head_dim: int = 0
+    experts: int = 1
+    active: int = 1
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"):
             value = getattr(self, name)
             if not 1 <= value <= _LARGEST:
                 raise InputError(f"{name} is {value}", where="model", allowed=f"1 to {_LARGEST}")
+        if not 1 <= self.active <= self.experts:
+            raise InputError(f"{self.active} of {self.experts} experts are active", where="model", allowed="1 to all")
+        if not 0 <= self.dense_layers <= self.layers:
+            problem = f"{self.dense_layers} of {self.layers} blocks are dense"
+            raise InputError(problem, where="model", allowed="0 to all")
         if self.heads % self.kv_heads:
             raise InputError(
                 f"{self.heads} heads cannot share {self.kv_heads} key and value heads",
@@ -98,7 +113,8 @@ class Transformer:
             where: name of the file in errors.
 
         Raises:
-            InputError: if a size is missing or not a whole number, or if the model is not a dense decoder.
+            InputError: if a size is missing or not a whole number, or if the model is not a decoder, or a mixture of
+                experts of a kind that is not known.
         """
         text = config.get("text_config")
         found = _Config(text if isinstance(text, Mapping) else config, where)
@@ -112,13 +128,14 @@ class Transformer:
             hidden=hidden,
             heads=heads,
             kv_heads=found.size("num_key_value_heads", "num_kv_heads", default=1 if shared else heads),
-            ffn=found.size("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden),
+            ffn=found.size(*found.expert_width(kind), *_FFN, default=4 * hidden),
             vocab=found.size("vocab_size"),
             positions=found.size("max_position_embeddings", "n_positions", "max_seq_len", default=0),
             gated=gated,
             tied=found.flag("tie_word_embeddings", default=_Config(config, where).tied(kind)),
             learned_positions=kind in _LEARNED,
             head_dim=found.size("head_dim", default=0),
+            **found.experts(kind),
         )
 
     @property
@@ -132,10 +149,35 @@ class Transformer:
         return self.kv_heads * self.head_dim
 
     @property
+    def sparse_share(self) -> float:
+        """Return the share of the blocks that choose among experts."""
+        return (self.layers - self.dense_layers) / self.layers if self.experts > 1 else 0.0
+
+    @property
+    def active_ffn(self) -> float:
+        """Return the width of the feed-forward layers that compute a token, the mean of all blocks."""
+        return self._mean_ffn(self.active)
+
+    @property
     def layer_parameters(self) -> int:
-        """Return the parameters of one block: its matrices and two normalisations."""
+        """Return the parameters of one block, the mean of all: its matrices and two normalisations."""
+        return round(self._parameters_with(self.experts))
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """Return those of a block's parameters that compute a token, the mean of all blocks."""
+        return round(self._parameters_with(self.active))
+
+    def _mean_ffn(self, experts: int) -> float:
+        if self.experts == 1:
+            return self.ffn
+        sparse, share = experts * self.ffn + self.shared_ffn, self.sparse_share
+        return share * sparse + (1 - share) * self.dense_ffn
+
+    def _parameters_with(self, experts: int) -> float:
         attention = self.hidden * (2 * self.attention_width + 2 * self.kv_width)
-        return attention + self.hidden * self.ffn * (3 if self.gated else 2) + 2 * self.hidden
+        router = self.sparse_share * self.hidden * self.experts
+        return attention + self.hidden * self._mean_ffn(experts) * (3 if self.gated else 2) + router + 2 * self.hidden
 
     @property
     def embedding_parameters(self) -> int:
@@ -160,12 +202,12 @@ class Transformer:
             trainable: share of the parameters that is trained; frozen ones need no gradient of their own.
 
         Returns:
-            6 operations for each trained parameter of a matrix product, 4 for each frozen one, and attention's 12 per
-            layer, width and position.
+            6 operations for each trained parameter of a matrix product that computes the token, 4 for each frozen one,
+            and attention's 12 per layer, width and position.
 
         Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311), appendix B; causal masks are not subtracted there.
         """
-        products = self.layers * self.layer_parameters + self.hidden * self.vocab
+        products = self.layers * self.active_layer_parameters + self.hidden * self.vocab
         return (4.0 + 2.0 * trainable) * products + 12.0 * self.layers * self.attention_width * sequence
 
 
@@ -183,6 +225,12 @@ _TIED = frozenset({"gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "mpt", "fal
     "gemma3",
     "gemma3_text",
 }
+_FFN = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+# Kinds of mixtures of experts whose configurations are understood. Source: transformers' configuration classes.
+_MIXTURES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe", "glm4_moe"}) | {
+    "llama4_text",
+}
+_ACTIVE = ("num_experts_per_tok", "experts_per_token")
 # Numbers of experts, parts of state-space layers, and model types that encode.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _STATE_SPACES = ("mamba_d_state", "mamba_ngroups", "ssm_state_size", "state_size", "hybrid_override_pattern")
@@ -222,15 +270,48 @@ class _Config:
         """Return whether the output projection is tied by the outer part of a configuration, or by its kind's rule."""
         return self.flag("tie_word_embeddings", default=kind in _TIED)
 
+    def expert_width(self, kind: str) -> tuple[str, ...]:
+        """Return the names under which the width of an expert comes before that of a dense feed-forward layer."""
+        return ("moe_intermediate_size",) if kind in _MIXTURES else ()
+
+    def experts(self, kind: str) -> dict[str, int]:
+        """Return what a configuration says of experts, as arguments of :class:`Transformer`."""
+        number = self.size(*_EXPERTS, default=1)
+        if kind not in _MIXTURES or number == 1:
+            return {}
+        width, dense = self.size("moe_intermediate_size", *_FFN), self.size("intermediate_size_mlp", *_FFN)
+        shared = self.size("shared_expert_intermediate_size", default=0)
+        shared = shared or width * self.size("n_shared_experts", default=int(kind == "llama4_text"))
+        return {
+            "experts": number,
+            "active": self.size(*_ACTIVE),
+            "shared_ffn": shared,
+            "dense_layers": self._dense_layers(),
+            "dense_ffn": dense,
+        }
+
+    def _dense_layers(self) -> int:
+        """Return the number of blocks that do not choose among experts."""
+        sparse, dense = self.values.get("moe_layers"), self.values.get("mlp_only_layers")
+        numbers = range(self.size("num_hidden_layers"))
+        if isinstance(sparse, list):
+            return len(set(numbers).difference(sparse))
+        every = max(self.size("decoder_sparse_step", "interleave_moe_layer_step", default=1), 1)
+        excluded = {*range(self.size("first_k_dense_replace", default=0)), *(dense if isinstance(dense, list) else ())}
+        return sum(number in excluded or (number + 1) % every != 0 for number in numbers)
+
     def refuse_others(self, kind: str) -> None:
-        """Refuse models that are no dense decoder: mixtures of experts, encoders, and state-space layers."""
-        nested = [self.values, *(one for one in self.values.values() if isinstance(one, Mapping))]
+        """Refuse models that are no decoder, and what is not understood of others: experts, latents, state spaces."""
+        nested = [one for one in self.values.values() if isinstance(one, Mapping)]
+        nested += [] if kind in _MIXTURES else [self.values]
         experts = [f"{name} is {one[name]}" for one in nested for name in _EXPERTS if _exceeds(one.get(name), 1)]
-        spaces = [f"{name} is {self.values[name]!r}" for name in _STATE_SPACES if self.values.get(name) is not None]
+        other = (*_STATE_SPACES, "kv_lora_rank")
+        spaces = [f"{name} is {self.values[name]!r}" for name in other if self.values.get(name) is not None]
         encodes = self.flag("is_encoder_decoder", default=False) or kind in _ENCODERS
         found = [*experts, *spaces, *([f"model_type is {kind!r}, which encodes"] if encodes else [])]
         if found:
-            raise InputError(found[0], where=self.where, allowed="a dense decoder-only transformer")
+            mixtures = ", ".join(sorted(_MIXTURES))
+            raise InputError(found[0], where=self.where, allowed=f"a dense decoder-only transformer, or {mixtures}")
 
 
 def _exceeds(value: object, limit: int) -> bool:
