@@ -268,7 +268,10 @@ MIXTURES = {
     "phimoe": {"intermediate_size": 96, "num_local_experts": 12},
     "glm4_moe": {**NARROW, "head_dim": 32, "n_routed_experts": 12, "n_shared_experts": 2, "first_k_dense_replace": 2},
     "llama4_text": {
-        "intermediate_size": 96, "intermediate_size_mlp": 256, "head_dim": 16, "num_local_experts": 8,
+        "intermediate_size": 96,
+        "intermediate_size_mlp": 256,
+        "head_dim": 16,
+        "num_local_experts": 8,
         "moe_layers": [1, 3, 4],
     },
 }

@@ -121,6 +121,14 @@ def test_object_that_is_not_a_plan_is_illegal(placements: Placements, proposal: 
     assert verdict.plan == placements.profile.space.leanest()
 
 
+def test_plan_is_not_illegal_because_batches_are_too_large_to_predict_any(placements: Placements) -> None:
+    baseline = placements.profile.space.baseline()
+    assert placements.peak_bytes(baseline, 100.0) == float("inf")
+    verdict = judge(baseline, situation(placements, length=100.0), FREE)
+    assert verdict.refused == "predictable"
+    assert not verdict.illegal
+
+
 def test_plan_outside_the_space_or_the_profile_is_illegal(placements: Placements) -> None:
     space = placements.profile.space
     for wrong in (

@@ -91,7 +91,9 @@ def judge(proposal: object, now: Situation, limits: Limits) -> Verdict:
     rules["predictable"] = "ok" if known == plan else "repaired"
     plan, peak = known, now.placements.peak_bytes(known, now.length)
     if peak == float("inf"):
-        return _refused(now, rules, "predictable", "its peak cannot be predicted", illegal=True)
+        # For a batch that is much larger than the profiled one, no plan's peak is predicted.
+        illegal = now.placements.reaches(now.length)
+        return _refused(now, rules, "predictable", "its peak cannot be predicted", illegal=illegal)
     rules["budget"] = "ok"
     if peak > now.usable_bytes:
         fitting = _fitting(plan, now)
