@@ -417,8 +417,8 @@ class LiveProfiler:
         passes, micro_batches = len(tracer.watch.calls), use.plan.accumulation_steps
         if passes > micro_batches:
             raise RuntimeError(
-                f"a step accumulated {passes} micro-batches where {micro_batches} was expected; attach with "
-                f"accumulation_steps={passes} if the loop always does"
+                f"a step accumulated {passes} micro-batches where {micro_batches} was expected; attach with the most "
+                f"that the loop accumulates, accumulation_steps={passes} or more"
             )
         before = known.forgotten
         if known.signatures and not any(signature.is_kin_to(one) for one in known.signatures):
