@@ -60,6 +60,7 @@ def batches(seed):
         yield torch.randn(8, SAMPLE, generator=generator)
 job = make(
     name="folds", model=lambda: nn.Sequential(*(Folds() for _ in range(8))), batches=batches, count=len, units=None,
+    accumulation_choices=(1,),
     loss=lambda model, batch: model(batch).square().mean(), max_steps=20,
     evaluate=lambda model: float(model(next(batches(99))).detach().square().mean()),
 )

@@ -39,6 +39,8 @@ _RETRACES = 12
 _TRACED_AGAIN, _TRACED_AGAIN_AT_MOST = 4, 1024
 # After more unreadable traces than this, no further ones are taken.
 _UNREADABLE = 4
+# After more traced steps in a row with more micro-batches than were declared, the run is not profiled.
+_TOO_LONG = 2
 
 
 class LiveProfiler:
@@ -75,6 +77,8 @@ class LiveProfiler:
         self._unreadable = 0
         # Micro-batches that a traced step should have had, and had only one; 0 if there was none.
         self._too_short = 0
+        # Traced steps in a row that had more micro-batches than they should have.
+        self._too_long = 0
         # The values of k at which memory ran out in trial passes.
         self._put_off: set[int] = set()
         # Steps until a step is traced again, and from that one to the next.
@@ -416,10 +420,15 @@ class LiveProfiler:
             )
         passes, micro_batches = len(tracer.watch.calls), use.plan.accumulation_steps
         if passes > micro_batches:
-            raise RuntimeError(
-                f"a step accumulated {passes} micro-batches where {micro_batches} was expected; attach with the most "
-                f"that the loop accumulates, accumulation_steps={passes} or more"
-            )
+            # A step that was interrupted and begun again has more, once.
+            self._too_long += 1
+            if self._too_long > _TOO_LONG:
+                raise RuntimeError(
+                    f"steps accumulate {passes} micro-batches where {micro_batches} was expected; attach with the most "
+                    f"that the loop accumulates, accumulation_steps={passes} or more"
+                )
+            return False
+        self._too_long = 0
         before = known.forgotten
         if known.signatures and not any(signature.is_kin_to(one) for one in known.signatures):
             # The steps differ in more than their batches: in trained parameters, optimizer state or calls of units.
