@@ -419,13 +419,13 @@ class LiveProfiler:
                 "no unit was called as a module in the forward pass (is the whole model compiled, or a copy trained?)"
             )
         passes, micro_batches = len(tracer.watch.calls), use.plan.accumulation_steps
-        if passes > micro_batches:
-            # A step that was interrupted and begun again has more, once.
+        if passes > 1 == micro_batches:
+            # Only the first has no gradient beside it. A step that was interrupted and begun again has more, once.
             self._too_long += 1
             if self._too_long > _TOO_LONG:
                 raise RuntimeError(
-                    f"steps accumulate {passes} micro-batches where {micro_batches} was expected; attach with the most "
-                    f"that the loop accumulates, accumulation_steps={passes} or more"
+                    f"steps accumulate {passes} batches, and accumulation_steps is 1; attach with the most that the loop "
+                    "accumulates"
                 )
             return False
         self._too_long = 0
