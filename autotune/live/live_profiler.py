@@ -424,8 +424,8 @@ class LiveProfiler:
             self._too_long += 1
             if self._too_long > _TOO_LONG:
                 raise RuntimeError(
-                    f"steps accumulate {passes} batches, and accumulation_steps is 1; attach with the most that the loop "
-                    "accumulates"
+                    f"steps accumulate {passes} batches, and accumulation_steps is 1; attach with the most that the "
+                    "loop accumulates"
                 )
             return False
         self._too_long = 0
