@@ -98,9 +98,12 @@ def launched(folder: Path, ranks: int, *options: str) -> Iterator[subprocess.Pop
                 started.kill()
 
 
-def wait_for(started: subprocess.Popen[str], folder: Path, steps: int) -> None:
+def wait_for(started: subprocess.Popen[str], folder: Path, steps: int, starts: int = 1) -> None:
+    def starts_of() -> int:
+        return sum(row["event"] == "started" for row in rows(folder))
+
     deadline = time.monotonic() + 240
-    while steps_of(folder) < steps and started.poll() is None:
+    while (steps_of(folder) < steps or starts_of() < starts) and started.poll() is None:
         assert time.monotonic() < deadline, rows(folder)[-3:]
         time.sleep(0.1)
 
@@ -169,7 +172,7 @@ def test_killed_ranks_cost_the_steps_since_the_last_snapshot(tmp_path: Path) -> 
     kills, chance = int(os.environ.get("AUTOTUNE_TEST_KILLS", "2")), random.Random(3)
     with launched(tmp_path, 2) as started:
         for number in range(kills):
-            wait_for(started, tmp_path, EVERY + number * (STEPS - 2 * EVERY) // kills)
+            wait_for(started, tmp_path, EVERY + number * (STEPS - 2 * EVERY) // kills, starts=number + 1)
             time.sleep(chance.random() * 0.5)
             if started.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
