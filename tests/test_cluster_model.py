@@ -257,6 +257,7 @@ SMALL = {
     "num_key_value_heads": 4,
     "num_experts_per_tok": 3,
 }
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
 NARROW = {"intermediate_size": 300, "moe_intermediate_size": 96}
 MIXTURES = {
     "mixtral": {"intermediate_size": 224, "num_local_experts": 8},
@@ -286,6 +287,16 @@ def test_a_mixture_of_experts_has_the_parameters_of_the_model_itself(kind: str) 
     # Biases, of which gpt-oss has some, are not counted.
     weights = sum(one.numel() for name, one in model.named_parameters() if not name.endswith("bias"))
     assert found.parameters == pytest.approx(weights, rel=2e-3)
+
+
+def test_dense_blocks_of_mixtures_are_counted_without_a_look_at_each() -> None:
+    large = {**SMALL, **MIXTRAL, "num_hidden_layers": 2**39}
+    for change, dense in (
+        ({}, 0),
+        ({"first_k_dense_replace": 2**40}, 2**39),
+        ({"decoder_sparse_step": 2, "first_k_dense_replace": 3, "mlp_only_layers": [1, 4, 7, 7]}, 2**38 + 2),
+    ):
+        assert Transformer.from_config({**large, **change}).dense_layers == dense
 
 
 def test_known_mixtures_have_the_published_parameters() -> None:
@@ -323,6 +334,8 @@ def test_experts_cost_memory_and_active_ones_time() -> None:
         ({"num_local_experts": 8}, "num_local_experts is 8"),
         ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "n_routed_experts is 8 .*mixtral"),
         ({"kv_lora_rank": 512}, "kv_lora_rank is 512"),
+        ({**MIXTRAL, "moe_layers": [[1]]}, "moe_layers is .*a list of numbers"),
+        ({**MIXTRAL, "mlp_only_layers": 3}, "mlp_only_layers is 3"),
         (
             {"model_type": "mixtral", "num_local_experts": 8},
             "num_experts_per_tok is missing|intermediate_size is missing",

@@ -28,6 +28,8 @@ from autotune.profiling.step_signature import Signature
 RENEWED_AFTER = (2, 4, 8, 16, 32)
 # After this many traced steps in a row with other calls, these are the usual ones.
 _ODD = 8
+# Traced steps with other calls that are remembered for each plan.
+_MOST_ODD = 32
 # A step that needs more memory per byte of its batch by this factor is unlike the traced steps.
 DENSER = 1.02
 
@@ -83,7 +85,7 @@ class Knowledge:
         self._densities: dict[Plan, float] = {}
         # For each plan, what traced steps with more calls than usual needed beyond static bytes, and the bytes of their
         # batches, as of equal pieces.
-        self._odd_peaks: dict[Plan, list[tuple[int, int]]] = {}
+        self._odd_peaks: dict[Plan, deque[tuple[int, int]]] = {}
         # Bytes of all batches of the largest traced step, and those that units were handed in it; and the most of these
         # per byte of a batch.
         self._handed: tuple[int, int] | None = None
@@ -396,11 +398,11 @@ class Knowledge:
             self._forget_calls()
         elif (more := _times_more(calls, usual)) is not None:
             self._odd_calls = max(self._odd_calls, more)
-            self._odd_peaks.setdefault(plan, []).append(needed)
+            self._odd_peaks.setdefault(plan, deque(maxlen=_MOST_ODD)).append(needed)
             return True
         elif (more := _times_more(usual, calls)) is not None:
             self._odd_calls = max(self._odd_calls, more)
-            odd = {plan: [(needed, size)] for plan, (needed, size, _) in self._peaks.items()}
+            odd = {plan: deque([(needed, size)], _MOST_ODD) for plan, (needed, size, _) in self._peaks.items()}
             self._forget_calls()
             self._odd_peaks = odd
         else:

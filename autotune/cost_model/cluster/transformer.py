@@ -292,13 +292,23 @@ class _Config:
 
     def _dense_layers(self) -> int:
         """Return the number of blocks that do not choose among experts."""
-        sparse, dense = self.values.get("moe_layers"), self.values.get("mlp_only_layers")
-        numbers = range(self.size("num_hidden_layers"))
-        if isinstance(sparse, list):
-            return len(set(numbers).difference(sparse))
+        layers, named = self.size("num_hidden_layers"), self._numbers("moe_layers")
+        if named is not None:
+            return layers - sum(number < layers for number in named)
         every = max(self.size("decoder_sparse_step", "interleave_moe_layer_step", default=1), 1)
-        excluded = {*range(self.size("first_k_dense_replace", default=0)), *(dense if isinstance(dense, list) else ())}
-        return sum(number in excluded or (number + 1) % every != 0 for number in numbers)
+        first = min(self.size("first_k_dense_replace", default=0), layers)
+        listed = self._numbers("mlp_only_layers") or frozenset()
+        sparse = layers // every - first // every
+        return layers - sparse + sum(first <= number < layers and (number + 1) % every == 0 for number in listed)
+
+    def _numbers(self, name: str) -> frozenset[int] | None:
+        """Return a list of blocks by their numbers; ``None`` if it is missing."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(type(one) is int and one >= 0 for one in value):
+            raise InputError(f"{name} is {value!r:.100}", where=self.where, allowed="a list of numbers of blocks")
+        return frozenset(value)
 
     def refuse_others(self, kind: str) -> None:
         """Refuse models that are no decoder, and what is not understood of others: experts, latents, state spaces."""
