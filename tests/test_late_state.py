@@ -547,8 +547,50 @@ class CountedInAModule(Ending):
         return early_ends.counted(y)
 
 
+class NamedByAnAttribute(Ending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.naming = early_ends.Naming()
+
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        with self.naming:
+            return torch.tanh(y)
+
+
+class RetriedByAnAttribute(Ending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried = early_ends.retrying(torch.tanh)
+
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        return self.tried(y)
+
+
+class InAFunctionWithin(Ending):
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        def named() -> torch.Tensor:
+            try:
+                return torch.tanh(y)
+            except Exception as error:
+                raise ValueError("in a block") from error
+
+        return named()
+
+
 @pytest.mark.parametrize("late", [0, LATE])
-@pytest.mark.parametrize("kind", [ByAKernel, ByAGuard, InAScope, CountedInAClass, CountedInAModule])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ByAKernel,
+        ByAGuard,
+        InAScope,
+        CountedInAClass,
+        CountedInAModule,
+        NamedByAnAttribute,
+        RetriedByAnAttribute,
+        InAFunctionWithin,
+    ],
+)
 def test_recomputations_end_early_only_where_nothing_catches_or_misses_it(kind: type[Ending], late: int) -> None:
     early_ends.depth = early_ends.Depth.value = 0
 
@@ -556,3 +598,23 @@ def test_recomputations_end_early_only_where_nothing_catches_or_misses_it(kind: 
         return nn.Sequential(*(kind() for _ in range(3))), lambda: (early_ends.depth, early_ends.Depth.value)
 
     assert_same(blocks, late)
+
+
+class Irreps(tuple[int, ...]):
+    """A tuple without a length, as some libraries have."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class OfIrreps(Ending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.irreps = Irreps((1, 2))
+
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(y)
+
+
+def test_tuples_without_a_length_are_no_reason_to_lock() -> None:
+    assert_same(lambda: (nn.Sequential(*(OfIrreps() for _ in range(3))), lambda: None), LATE)

@@ -209,6 +209,13 @@ def test_burst_of_calls_is_forgotten_though_fewer_ones_go_on() -> None:
     assert calls.extra == 2
 
 
+def test_more_calls_that_have_become_usual_do_not_count_as_more() -> None:
+    calls = UnitCalls(Switcher(nn.Sequential(nn.Linear(1, 1)), ["0"]))
+    for step in range(40):
+        calls.note(step, 1 if step < 20 else 2, 2.1)
+    assert calls.extra == 1.0
+
+
 def test_steps_with_more_calls_that_come_rarely_are_expected_after_the_second() -> None:
     calls = UnitCalls(Switcher(nn.Sequential(nn.Linear(1, 1)), ["0"]))
     for step in range(4000):

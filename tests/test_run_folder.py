@@ -1,5 +1,7 @@
 """Tests of run folders: their names, and the lock for their one writer."""
 
+import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -86,3 +88,13 @@ def test_lock_leaves_no_trace_and_has_one_holder_at_a_time(tmp_path: Path) -> No
     assert all(most)
     assert sum(taken.values()) > 10
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_that_a_script_leaves_is_released_at_its_end_without_a_word(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from autotune.io.run_folder import WriterLock; "
+        f"sys.held = WriterLock(Path({str(tmp_path)!r}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    assert not list(tmp_path.iterdir())

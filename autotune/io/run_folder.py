@@ -5,6 +5,7 @@ The kernel releases the lock when its process ends for any reason, so a leftover
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -151,7 +152,14 @@ def _in_child() -> None:
         lock._forget()
 
 
+def _at_exit() -> None:
+    # Later, the modules that closing needs are gone.
+    for lock in list(_HELD):
+        lock.close()
+
+
 os.register_at_fork(after_in_child=_in_child)
+atexit.register(_at_exit)
 
 
 def _name(called: str) -> str:

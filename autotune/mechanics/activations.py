@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint, set_checkpoint_early_stop
 
 from autotune.mechanics import ambient
 from autotune.mechanics.buffers import (
@@ -287,8 +287,13 @@ class _Again(AbstractContextManager[None]):
             stack.enter_context(self.repeats.again())
         self._entered.append(stack)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self._entered.pop().close()
+        if error is None or isinstance(error, _StopRecomputationError) or not _comes_of_the_end(error):
+            return False
+        # The unit's code has caught the exception by which checkpoint ends: there is nothing left to recompute.
+        self.recomputation.run_to_the_end()
+        return True
 
     def _buffers_as_they_were(self) -> AbstractContextManager[None]:
         """Return a context that runs its body on copies of the buffers."""
@@ -309,12 +314,13 @@ _UNDONE_LATER |= {
 def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
     """Return whether a recomputation must not end early, by an exception that checkpoint raises.
 
-    A method of the parts' classes, or a function of the user's or of the same files that it calls, may catch it, or do
-    later what undoes something that it has done, such as release a lock.
+    A method of the parts' classes, a function that a part holds, or one of the user's or of the same files that these
+    call, may catch it, or do later what undoes something that it has done, such as release a lock.
     """
     kinds = dict.fromkeys(base for part in parts for base in type(part).__mro__ if not _is_torchs(base))
     methods = [(name, one) for kind in kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)]
     waiting: list[Any] = [one for name, one in methods if name != "__init__"]
+    waiting += [one for part in parts for one in vars(part).values() if isinstance(one, FunctionType)]
     files, met = {one.__module__ for one in (*kinds, *waiting)}, set[Any]()
     while waiting:
         found = waiting.pop()
@@ -345,10 +351,24 @@ def _is_torchs(found: type | FunctionType) -> bool:
     return (found.__module__ or "").partition(".")[0] in ("torch", "builtins")
 
 
+def _comes_of_the_end(error: BaseException) -> bool:
+    """Return whether an exception was raised in place of the one by which checkpoint ends a recomputation."""
+    chain: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in chain:
+        chain.append(found)
+        found = found.__cause__ or found.__context__
+    # Once it was swallowed, checkpoint refuses to save anything more.
+    return any(isinstance(one, _StopRecomputationError) for one in chain) or (
+        isinstance(error, AssertionError) and "early_stop" in str(error)
+    )
+
+
 @functools.cache
 def _may_not_end(code: CodeType) -> bool:
     steps = [step.opname for step in dis.get_instructions(code)]
-    found = not _UNDONE_LATER.isdisjoint(itertools.pairwise(steps))
+    within = any(_may_not_end(one) for one in code.co_consts if isinstance(one, CodeType))
+    found = within or not _UNDONE_LATER.isdisjoint(itertools.pairwise(steps))
     return found or not _UNDONE_LATER.isdisjoint(steps) or not {"suppress", "acquire"}.isdisjoint(code.co_names)
 
 
@@ -607,6 +627,10 @@ class Recomputation:
         if drop_constants(self.module, again.buffers):
             again.constants = {**constants_of(self.module), **again.constants}
         return result
+
+    def run_to_the_end(self) -> None:
+        """Let no later recomputation end by an exception, which the module's code catches."""
+        self._whole = True
 
     def _prepared(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
         """Return a call that can be run again; ``None`` if the unit may not be recomputed.

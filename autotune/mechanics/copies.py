@@ -387,9 +387,10 @@ def _is_unchanged(value: Any, copy: Any, met: set[int]) -> bool:
             return False
         pairs = [*zip(value, copy, strict=True), *zip(value.values(), copy.values(), strict=True)]
     elif isinstance(value, list | tuple | deque):
-        if len(value) != len(copy):
+        items, others = items_of(value), items_of(copy)
+        if len(items) != len(others):
             return False
-        pairs = list(zip(value, copy, strict=True))
+        pairs = list(zip(items, others, strict=True))
     elif _IS_PLAIN[type(value)] or has_slots(type(value)):
         pairs = []
     else:
@@ -453,8 +454,9 @@ def _state_of_parts(path: str, value: Any, met: set[int]) -> Iterator[tuple[str,
             # Keys of other types may be modules of a copy that is cleared before paths are compared.
             yield from _state(f"{path}[{key!r:.60}]" if type(key) in _SCALARS else f"{path}[key {place}]", item, met)
     elif isinstance(value, list | tuple | deque):
-        yield f"{path}#", len(value)
-        for place, item in enumerate(value):
+        items = items_of(value)
+        yield f"{path}#", len(items)
+        for place, item in enumerate(items):
             yield from _state(f"{path}[{place}]", item, met)
     elif isinstance(value, set | frozenset):
         yield f"{path}#", len(value)
@@ -463,6 +465,12 @@ def _state_of_parts(path: str, value: Any, met: set[int]) -> Iterator[tuple[str,
         yield from _state_of_other(path, value, met)
     for name, item in attributes_of(value).items():
         yield from _state(f"{path}.{name}", item, met)
+
+
+def items_of(value: Any) -> list[Any]:
+    """Return the items of a list, tuple, set or deque, whose class may define another length, or none."""
+    kind: Any = next(base for base in (list, tuple, set, frozenset, deque) if isinstance(value, base))
+    return list(kind.__iter__(value))
 
 
 def _state_of_other(path: str, value: Any, met: set[int]) -> Iterator[tuple[str, Any]]:

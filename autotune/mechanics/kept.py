@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from autotune.mechanics.buffers import version_of
-from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, has_scalars_only, own_dict
+from autotune.mechanics.copies import Copier, CopyError, TensorCopy, copied, has_scalars_only, items_of, own_dict
 
 _HARMLESS = {"__get__", "size", "numel", "nelement", "element_size", "untyped_storage", "data_ptr"}
 # Keys that are values.
@@ -243,7 +243,7 @@ def is_carrier(value: Any) -> bool:
             carries = carries or one.grad_fn is not None
         elif id(one) not in met and not isinstance(one, str | bytes | type):
             met.add(id(one))
-            waiting += one if isinstance(one, list | tuple | set | frozenset | deque) else ()
+            waiting += items_of(one) if isinstance(one, list | tuple | set | frozenset | deque) else ()
             waiting += one.values() if isinstance(one, dict) else own_dict(one).values()
     return carries
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from autotune.mechanics.buffers import version_of
-from autotune.mechanics.copies import attributes_of, has_scalars_only, is_named, own_dict
+from autotune.mechanics.copies import attributes_of, has_scalars_only, is_named, items_of, own_dict
 from autotune.mechanics.kept import without_graph
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.seen_state import GENERATORS, Seen, cell_seen, object_seen, snapshot_of
@@ -298,9 +298,10 @@ def _inner_of_object(one: Any) -> list[Any] | None:
     """Return the items and attributes of a container or an object of the user's own; ``None`` for another object."""
     inner: list[Any] = []
     if isinstance(one, _CONTAINERS):
-        if len(one) > _MOST_ITEMS:
+        # Some subclasses of tuple have no length.
+        if (tuple.__len__(one) if isinstance(one, tuple) else len(one)) > _MOST_ITEMS:
             return None
-        inner = [*one, *one.values()] if isinstance(one, dict) else list(one)
+        inner = [*one, *one.values()] if isinstance(one, dict) else items_of(one)
     elif not _is_users_own(one):
         return [] if isinstance(one, bytearray) else None
     if type(one) not in _CONTAINERS:

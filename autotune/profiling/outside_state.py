@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.mechanics.copies import attributes_of, has_slots, is_named, same_bits
+from autotune.mechanics.copies import attributes_of, has_slots, is_named, items_of, same_bits
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.seen_state import PLAIN, Seen, Values, cell_seen, mapping_seen, object_seen, same, snapshot_of
 from autotune.profiling.reachable_code import (
@@ -173,7 +173,7 @@ class Surroundings:
             elif not is_trusted(kind.__module__) and (hasattr(kind, "__deepcopy__") or is_named(one)):
                 self._take(name, one)
             elif issubclass(kind, list | tuple | set | frozenset | deque):
-                waiting += one
+                waiting += items_of(one)
             elif issubclass(kind, dict):
                 waiting += [*one.values(), *([one.default_factory] if issubclass(kind, defaultdict) else [])]
             elif not is_trusted(kind.__module__):
@@ -350,14 +350,12 @@ def _attribute(kind: type, name: str) -> Seen:
 
 def _items(value: Any) -> list[tuple[str, Any]]:
     """Return the items or attributes of an object, with names."""
-    if isinstance(value, list | deque):
-        return [(f"[{place}]", item) for place, item in enumerate(value)]
+    if isinstance(value, list | tuple | deque):
+        return [(f"[{place}]", item) for place, item in enumerate(items_of(value))]
     if isinstance(value, dict):
         return [(f"[{key!r:.40}]", item) for key, item in value.items()]
     if isinstance(value, nn.Module):
         # Its weights are left out: they are trained, or do not belong to the unit.
         own = {key: item for key, item in vars(value).items() if key not in _OF_MODULES}
         return [(f".{key}", item) for key, item in {**own, "_buffers": value._buffers, **value._modules}.items()]
-    if isinstance(value, tuple):
-        return [(f"[{place}]", item) for place, item in enumerate(value)]
     return [(f".{key}", item) for key, item in attributes_of(value).items()]

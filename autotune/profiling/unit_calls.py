@@ -211,8 +211,9 @@ class UnitCalls:
         return {name: self._before_aside.get(name, []) + own for name, own in self._switcher.calls().items()}
 
     def _expected(self) -> list[tuple[int, _More]]:
-        """Return what is known of the numbers of calls that are expected again."""
-        return [(calls, more) for calls, more in self._more.items() if self._step - more.last <= more.span]
+        """Return what is known of the numbers of calls that are more than usual and expected again."""
+        usual = self.usual
+        return [(n, more) for n, more in self._more.items() if n > usual and self._step - more.last <= more.span]
 
 
 def representatives(names: Iterable[str]) -> list[str]:
