@@ -6,7 +6,8 @@ also be recomputed. This file finds units in any ``nn.Module``; it does not depe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -45,7 +46,9 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
 
     Every outermost run of two or more neighbouring siblings of one class, in a ``ModuleList`` or a
     ``Sequential``, gives units with precision and storage. A sibling that is itself a container with such a
-    run inside (a stage of a ResNet) is searched instead. The largest remaining subtrees with parameters and
+    run inside (a stage of a ResNet) is searched instead. So do blocks of a ``ModuleList``, or of lists within it, that
+    come in turns (attention and a feed-forward network), if two or more have the same class. The largest remaining
+    subtrees with parameters and
     without units (embedding, stem, head) become units with precision only; the model itself is never a unit. A module
     with several names is one unit, under its first name.
     """
@@ -109,13 +112,20 @@ def _describe(model: nn.Module, names: Sequence[str], recomputable: frozenset[st
     return tuple(units)
 
 
-def _runs(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the members of every outermost run below a module."""
+def _runs(module: nn.Module, prefix: str, turns: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the members of every outermost run below a module, and the blocks that come in turns.
+
+    Args:
+        module: the module to search.
+        prefix: the module's name.
+        turns: the blocks that come in turns in the lists around it.
+    """
     children = [(_join(prefix, key), child) for key, child in module.named_children()]
     if not _is_sequence(module):
         for name, child in children:
             yield from _runs(child, name)
         return
+    turns = {*turns, *_in_turns(module)}
     for _, group in groupby(children, key=lambda item: type(item[1])):
         run = list(group)
         if len(run) >= 2 and not any(_opens(child) for _, child in run):
@@ -123,7 +133,25 @@ def _runs(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield from ((name, child) for name, child in run if _has_parameters(child))
         else:
             for name, child in run:
-                yield from _runs(child, name)
+                yield from ((name, child),) if child in turns else _runs(child, name, turns)
+
+
+def _in_turns(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a ``ModuleList``, and of lists within it, of whose class there are two or more.
+
+    A block has parts, unlike a layer.
+    """
+    found = [one for one in _members(module) if not _is_sequence(one) and _has_parameters(one) and any(one.children())]
+    kinds = Counter(map(type, found))
+    return [one for one in found if kinds[type(one)] >= 2]
+
+
+def _members(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in a ``ModuleList`` and in lists within it."""
+    from torch import nn
+
+    for child in module.children() if isinstance(module, nn.ModuleList) else ():
+        yield from _members(child) if isinstance(child, nn.ModuleList) else (child,)
 
 
 def _opens(module: nn.Module) -> bool:
