@@ -57,6 +57,22 @@ def peak(model: nn.Module, optimizer: torch.optim.Optimizer, calls: int) -> int:
     return meter.peak_bytes
 
 
+@pytest.mark.parametrize("begins", [0, STEPS])
+def test_batches_that_are_accumulated_undeclared_are_told_and_leave_the_run_lean(
+    begins: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    tuner = autotune.checkpoint(model, 10**9, optimizer=optimizer)
+    if begins:
+        train(model, optimizer)
+        assert not tuner.plan.recomputed
+    train(model, optimizer, accumulated=3)
+    assert "steps accumulate 3 batches, and accumulation_steps is 1" in caplog.text
+    assert set(tuner.plan.recomputed) == set(tuner.recomputable)
+    tuner.detach()
+
+
 @pytest.mark.parametrize(("accumulated", "calls"), [(1, 1), (2, 1), (2, 2)])
 def test_a_loop_trains_to_the_same_bits_and_recomputes_what_the_budget_demands(accumulated: int, calls: int):
     model = gpt()

@@ -328,6 +328,8 @@ class Pilot:
             self._peaks.correct(self.phase.peak_bytes)
         step = replace(step, handed_bytes=self._calls.handed_bytes)
         self._take_news(self._profiler.end(step))
+        if not watched:
+            self._profiler.note_passes(self._calls.passes, self.plan.accumulation_steps)
         self._note_size(step, usual=self._calls.compares and calls <= self._calls.usual)
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
