@@ -46,11 +46,10 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
 
     Every outermost run of two or more neighbouring siblings of one class, in a ``ModuleList`` or a
     ``Sequential``, gives units with precision and storage. A sibling that is itself a container with such a
-    run inside (a stage of a ResNet) is searched instead. So do blocks of a ``ModuleList``, or of lists within it, that
-    come in turns (attention and a feed-forward network), if two or more have the same class. The largest remaining
-    subtrees with parameters and
-    without units (embedding, stem, head) become units with precision only; the model itself is never a unit. A module
-    with several names is one unit, under its first name.
+    run inside (a stage of a ResNet) is searched instead. Blocks that come in turns (attention and feed-forward
+    networks) in a ``ModuleList``, or in lists within it, are such units as well, if two or more have the same class.
+    The largest remaining subtrees with parameters and without units (embedding, stem, head) become units with
+    precision only; the model itself is never a unit. A module with several names is one unit, under its first name.
     """
     recomputable: list[str] = []
     taken: set[nn.Module] = set()

@@ -353,15 +353,15 @@ def _is_torchs(found: type | FunctionType) -> bool:
 
 def _comes_of_the_end(error: BaseException) -> bool:
     """Return whether an exception was raised in place of the one by which checkpoint ends a recomputation."""
-    chain: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and found not in chain:
-        chain.append(found)
-        found = found.__cause__ or found.__context__
+    met, waiting = set[int](), [error]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, _StopRecomputationError):
+            return True
+        met.add(id(one))
+        waiting += [cause for cause in (one.__cause__, one.__context__) if cause is not None and id(cause) not in met]
     # Once it was swallowed, checkpoint refuses to save anything more.
-    return any(isinstance(one, _StopRecomputationError) for one in chain) or (
-        isinstance(error, AssertionError) and "early_stop" in str(error)
-    )
+    return isinstance(error, AssertionError) and "early_stop" in str(error)
 
 
 @functools.cache
