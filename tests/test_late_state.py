@@ -600,6 +600,24 @@ def test_recomputations_end_early_only_where_nothing_catches_or_misses_it(kind: 
     assert_same(blocks, late)
 
 
+class Interrupting(early_ends.Naming):
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            raise KeyboardInterrupt
+
+
+class InterruptedAtItsEnd(NamedByAnAttribute):
+    def __init__(self) -> None:
+        super().__init__()
+        self.naming = Interrupting()
+
+
+def test_interrupts_at_the_end_of_a_recomputation_are_raised() -> None:
+    model = nn.Sequential(*(InterruptedAtItsEnd() for _ in range(3)))
+    with pytest.raises(KeyboardInterrupt):
+        trained(model, lambda: None, lambda: None, LATE, attached=True)
+
+
 class Irreps(tuple[int, ...]):
     """A tuple without a length, as some libraries have."""
 

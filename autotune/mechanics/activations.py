@@ -289,7 +289,10 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self._entered.pop().close()
-        if error is None or isinstance(error, _StopRecomputationError) or not _comes_of_the_end(error):
+        # An interrupt may come at any time, and is the user's.
+        if not isinstance(error, Exception) or isinstance(error, _StopRecomputationError):
+            return False
+        if not _comes_of_the_end(error):
             return False
         # The unit's code has caught the exception by which checkpoint ends: there is nothing left to recompute.
         self.recomputation.run_to_the_end()

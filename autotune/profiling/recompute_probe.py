@@ -300,8 +300,6 @@ def _told(error: Exception) -> str:
     """Return a reason to lock a unit whose probe raised an exception."""
     if isinstance(error, CopyError):
         return f"it cannot be probed: a {error} cannot be copied"
-    if isinstance(error, AssertionError) and "early_stop" in str(error):
-        return "its code catches every error, and so the one by which torch ends a recomputation"
     return "ran out of memory while probed" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
 
 
