@@ -53,10 +53,12 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
     """
     recomputable: list[str] = []
     taken: set[nn.Module] = set()
+    found: set[nn.Module] = set()
     for name, module in _runs(model, ""):
-        if module not in taken:
+        if module not in taken and found.isdisjoint(module.modules()):
             recomputable.append(name)
             taken.update(module.modules())
+            found.add(module)
     names = [*recomputable, *_remainders(model, "", taken)]
     order = {name: index for index, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     return _describe(model, sorted(names, key=order.__getitem__), frozenset(recomputable))
@@ -138,11 +140,16 @@ def _runs(module: nn.Module, prefix: str, turns: Collection[nn.Module] = ()) -> 
 def _in_turns(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of a ``ModuleList``, and of lists within it, of whose class there are two or more.
 
-    A block has parts, unlike a layer.
+    A block has two or more layers, and no run inside: a stage with one is searched instead.
     """
-    found = [one for one in _members(module) if not _is_sequence(one) and _has_parameters(one) and any(one.children())]
+    found = [one for one in _members(module) if _num_layers(one) >= 2 and not _is_sequence(one)]
     kinds = Counter(map(type, found))
-    return [one for one in found if kinds[type(one)] >= 2]
+    return [one for one in found if kinds[type(one)] >= 2 and not any(True for _ in _runs(one, ""))]
+
+
+def _num_layers(module: nn.Module) -> int:
+    """Return the number of modules that have parameters of their own."""
+    return sum(any(True for _ in part.parameters(recurse=False)) for part in module.modules())
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:

@@ -137,14 +137,45 @@ def test_blocks_in_turns_are_units():
     ]
 
 
-def test_blocks_in_turns_hide_the_runs_within_them():
-    class Mixture(nn.Module):
+def test_stages_in_turns_are_searched_for_their_blocks():
+    class Stage(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+            self.blocks = nn.ModuleList(Residual() for _ in range(2))
 
-    model = nn.Sequential(nn.ModuleList([Residual(), Mixture(), Residual(), Mixture(), nn.Linear(2, 2)]))
-    assert names(find_units(model), recomputable=True) == ["0.0", "0.1", "0.2", "0.3"]
+    class Down(Stage):
+        pass
+
+    model = nn.Sequential(nn.ModuleList([Down(), Stage(), Down(), Stage()]))
+    expected = [f"0.{stage}.blocks.{block}" for stage in range(4) for block in range(2)]
+    assert names(find_units(model), recomputable=True) == expected
+
+
+def test_unit_that_another_block_holds_is_no_part_of_a_second_unit():
+    class Holder(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block, self.norm = block, nn.BatchNorm2d(2)
+
+    class Mixer(Residual):
+        pass
+
+    shared = Residual()
+    for blocks in ([shared, Holder(shared), Residual(), Holder(shared)], [Holder(shared), Mixer(), shared, Mixer()]):
+        model = nn.Sequential(nn.ModuleList(blocks))
+        units = [model.get_submodule(name) for name in names(find_units(model), recomputable=True)]
+        parts = [part for unit in units for part in unit.modules()]
+        assert len(parts) == len(set(parts)) > 0
+
+
+def test_norms_in_wrappers_are_not_worth_recomputing():
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(2)
+
+    model = nn.Sequential(nn.ModuleList([Norm(), Residual(), Norm(), Residual()]))
+    assert names(find_units(model), recomputable=True) == ["0.1", "0.3"]
 
 
 def test_layers_in_turns_are_not_worth_recomputing():

@@ -328,8 +328,6 @@ class Pilot:
             self._peaks.correct(self.phase.peak_bytes)
         step = replace(step, handed_bytes=self._calls.handed_bytes)
         self._take_news(self._profiler.end(step))
-        if not watched:
-            self._profiler.note_passes(self._calls.passes, self.plan.accumulation_steps)
         self._note_size(step, usual=self._calls.compares and calls <= self._calls.usual)
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
@@ -578,7 +576,7 @@ class Pilot:
             least = min(found.least_bytes, self._measured_peak(found.plan, ahead, self._denser), measured)
             # Steps with the usual calls, or as dense as their batches explain, may take more than is left for them.
             whole = usable(budget) - self._peaks.unforeseen
-            limit = whole if self._calls.extra > 1 else room
+            limit = whole if self._calls.extra > 1 or self._accumulated_bytes else room
             fits = least <= limit or self._measured_peak(leanest, ahead) <= whole
             self._least = None if fits else least
             if self._calls.extra > 1 or measured <= min(room, found.least_bytes):
@@ -628,8 +626,14 @@ class Pilot:
     @property
     def _allowed(self) -> int | None:
         """The budget in bytes for a step with the usual calls of units, within which one with more calls fits too."""
-        budget = self._budget.latest
-        return self._with_usual_calls(None if budget is None else max(budget - self._profiler.knowledge.grown_bytes, 0))
+        budget, more = self._budget.latest, self._profiler.knowledge.grown_bytes + self._accumulated_bytes
+        return self._with_usual_calls(None if budget is None else max(budget - more, 0))
+
+    @property
+    def _accumulated_bytes(self) -> int:
+        """Bytes of the gradients beside which a step's later micro-batches run, if none were declared."""
+        undeclared = max(self.attached.accumulation_steps, self.plan.accumulation_steps) == 1
+        return self._gradient_bytes if undeclared and self._calls.accumulates else 0
 
     def _with_usual_calls(self, budget: int | None) -> int | None:
         static = self._profiler.knowledge.static_bytes

@@ -39,7 +39,7 @@ _RETRACES = 12
 _TRACED_AGAIN, _TRACED_AGAIN_AT_MOST = 4, 1024
 # After more unreadable traces than this, no further ones are taken.
 _UNREADABLE = 4
-# After more steps in a row with more micro-batches than were declared, the run is not profiled.
+# After more traced steps in a row with more micro-batches than were declared, the run is not profiled.
 _TOO_LONG = 2
 
 
@@ -77,7 +77,7 @@ class LiveProfiler:
         self._unreadable = 0
         # Micro-batches that a traced step should have had, and had only one; 0 if there was none.
         self._too_short = 0
-        # Steps in a row that had more micro-batches than they should have.
+        # Traced steps in a row that had more micro-batches than they should have.
         self._too_long = 0
         # The values of k at which memory ran out in trial passes.
         self._put_off: set[int] = set()
@@ -265,21 +265,10 @@ class LiveProfiler:
             self._unreadable += 1
             # If the user's profiler or torch.func ended the trace within the step, another step is traced.
             if isinstance(error, RuntimeError) or self._unreadable > _UNREADABLE:
-                self._fail(error)
+                # As text: a handler that keeps log records would keep the error's frames and the step's tensors alive.
+                logger.warning("the run cannot be profiled: %s", str(error))
+                self.failed = f"{type(error).__name__}: {error}"
         return False
-
-    def note_passes(self, passes: int, micro_batches: int) -> None:
-        """Record an ordinary step's micro-batches; fail if a few steps in a row accumulate more than was declared.
-
-        Args:
-            passes: Its micro-batches.
-            micro_batches: Those that its plan has.
-        """
-        if self.complete and self.failed is None:
-            try:
-                self._accumulates_undeclared(passes, micro_batches)
-            except RuntimeError as error:
-                self._fail(error)
 
     def abandon(self) -> None:
         """Discard a step that was not finished."""
@@ -430,8 +419,16 @@ class LiveProfiler:
                 "no unit was called as a module in the forward pass (is the whole model compiled, or a copy trained?)"
             )
         passes, micro_batches = len(tracer.watch.calls), use.plan.accumulation_steps
-        if self._accumulates_undeclared(passes, micro_batches):
+        if passes > 1 == micro_batches:
+            # Only the first has no gradient beside it. A step that was interrupted and begun again has more, once.
+            self._too_long += 1
+            if self._too_long > _TOO_LONG and not self.complete:
+                raise RuntimeError(
+                    f"steps accumulate {passes} batches, and accumulation_steps is 1; attach with the most that the "
+                    "loop accumulates"
+                )
             return False
+        self._too_long = 0
         before = known.forgotten
         if known.signatures and not any(signature.is_kin_to(one) for one in known.signatures):
             # The steps differ in more than their batches: in trained parameters, optimizer state or calls of units.
@@ -444,25 +441,6 @@ class LiveProfiler:
         if known.forgotten > before:
             self._begin_again()
         return news
-
-    def _accumulates_undeclared(self, passes: int, micro_batches: int) -> bool:
-        """Return whether a step had several micro-batches where one was declared; raise if a few in a row had."""
-        if not passes > 1 == micro_batches:
-            self._too_long = 0
-            return False
-        # Only the first has no gradient beside it. A step that was interrupted and begun again has more, once.
-        self._too_long += 1
-        if self._too_long > _TOO_LONG:
-            raise RuntimeError(
-                f"steps accumulate {passes} batches, and accumulation_steps is 1; attach with the most that the loop "
-                "accumulates"
-            )
-        return True
-
-    def _fail(self, error: Exception) -> None:
-        # As text: a handler that keeps log records would keep the error's frames and the step's tensors alive.
-        logger.warning("the run cannot be profiled: %s", str(error))
-        self.failed = f"{type(error).__name__}: {error}"
 
     def _note_trace(self, use: Tracing, step: Step) -> bool:
         known = self.knowledge

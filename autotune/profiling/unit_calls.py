@@ -21,7 +21,7 @@ _STEPS, _GAPS = 1000, 4
 _LOOKS = 128
 # What such a step needs was measured with all recomputed; fuller plans may need a little more of it.
 _FULLER = 1.05
-# Steps for which one that was handed more than its batch explains is expected again.
+# Steps for which one that was handed more than its batch explains, or had several micro-batches, is expected again.
 _DENSER_STEPS = 256
 
 
@@ -50,15 +50,16 @@ class UnitCalls:
 
     Attributes:
         handed_bytes: what the counted units were handed in the last step, in bytes.
-        passes: forward passes of the last step, one for each micro-batch.
     """
 
     def __init__(self, switcher: Switcher) -> None:
         self._switcher = switcher
-        self.handed_bytes = self.passes = 0
+        self.handed_bytes = 0
         self._names: list[str] = []
         # For each recent step with the usual calls, what units were handed divided by what its batch explains.
         self._denser: deque[float] = deque([1.0], maxlen=_DENSER_STEPS)
+        # For each recent step, whether it had several micro-batches.
+        self._several: deque[bool] = deque(maxlen=_DENSER_STEPS)
         # For each recent step, calls per forward pass divided by those when the run was profiled.
         self._recent: deque[int] = deque([1], maxlen=_IN_A_ROW)
         # By the number of calls that was more than usual; those that are not expected any more are kept, too.
@@ -99,6 +100,11 @@ class UnitCalls:
     def compares(self) -> bool:
         """Whether calls are compared with those when the run was profiled."""
         return bool(self._profiled)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a recent step had several micro-batches, of which all but the first have gradients beside them."""
+        return any(self._several)
 
     @property
     def denser(self) -> float:
@@ -158,7 +164,8 @@ class UnitCalls:
         Of units that differ, the one that was called most often counts.
         """
         found, passes = self._taken(), max(self._passes, 1)
-        self.handed_bytes, self.passes = sum(map(sum, found.values())), self._passes
+        self.handed_bytes = sum(map(sum, found.values()))
+        self._several.append(self._passes > 1)
         times = {
             name: len(found.get(name, ())) / passes / usual for name, usual in self._profiled.items() if self._passes
         }
