@@ -566,6 +566,20 @@ class RetriedByAnAttribute(Ending):
         return self.tried(y)
 
 
+class OfATable(Ending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = {"tried": early_ends.retrying(torch.tanh)}
+
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        return self.table["tried"](y)
+
+
+class ByAContextVariable(Ending):
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        return early_ends.doubled(y)
+
+
 class InAFunctionWithin(Ending):
     def end(self, y: torch.Tensor) -> torch.Tensor:
         def named() -> torch.Tensor:
@@ -588,6 +602,8 @@ class InAFunctionWithin(Ending):
         CountedInAModule,
         NamedByAnAttribute,
         RetriedByAnAttribute,
+        OfATable,
+        ByAContextVariable,
         InAFunctionWithin,
     ],
 )

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -312,6 +312,8 @@ _UNDONE_LATER = {"CHECK_EXC_MATCH", "STORE_GLOBAL", ("PUSH_EXC_INFO", "POP_TOP")
 _UNDONE_LATER |= {
     (load, then) for load in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR") for then in ("STORE_ATTR", "COPY")
 }
+# Names that such code uses: locks, context variables, and contexts that are left by a call.
+_UNDONE_BY = {"suppress", "acquire", "reset", "__exit__"}
 
 
 def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
@@ -323,7 +325,7 @@ def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
     kinds = dict.fromkeys(base for part in parts for base in type(part).__mro__ if not _is_torchs(base))
     methods = [(name, one) for kind in kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)]
     waiting: list[Any] = [one for name, one in methods if name != "__init__"]
-    waiting += [one for part in parts for one in vars(part).values() if isinstance(one, FunctionType)]
+    waiting += [one for part in parts for value in vars(part).values() for one in _functions_in(value)]
     files, met = {one.__module__ for one in (*kinds, *waiting)}, set[Any]()
     while waiting:
         found = waiting.pop()
@@ -344,6 +346,13 @@ def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
         named += [body, *(one[name] for one in modules for name in names if name in one)]
         waiting += [one for one in named if isinstance(one, FunctionType) or _is_helper(one)]
     return False
+
+
+def _functions_in(value: Any) -> list[FunctionType]:
+    """Return a function, that of a method, or those in a list, a tuple or a dictionary."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    found = (one.__func__ if isinstance(one, MethodType) else one for one in values)
+    return [one for one in found if isinstance(one, FunctionType)]
 
 
 def _is_helper(found: Any) -> bool:
@@ -372,7 +381,7 @@ def _may_not_end(code: CodeType) -> bool:
     steps = [step.opname for step in dis.get_instructions(code)]
     within = any(_may_not_end(one) for one in code.co_consts if isinstance(one, CodeType))
     found = within or not _UNDONE_LATER.isdisjoint(itertools.pairwise(steps))
-    return found or not _UNDONE_LATER.isdisjoint(steps) or not {"suppress", "acquire"}.isdisjoint(code.co_names)
+    return found or not _UNDONE_LATER.isdisjoint(steps) or not _UNDONE_BY.isdisjoint(code.co_names)
 
 
 def _leaves_open(body: Callable[..., Any]) -> bool:
