@@ -323,7 +323,7 @@ def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
     call, may catch it, or do later what undoes something that it has done, such as release a lock.
     """
     kinds = dict.fromkeys(base for part in parts for base in type(part).__mro__ if not _is_torchs(base))
-    methods = [(name, one) for kind in kinds for name, one in vars(kind).items() if isinstance(one, FunctionType)]
+    methods = [(name, one) for kind in kinds for name, one in vars(kind).items() if _is_a(one, FunctionType)]
     waiting: list[Any] = [one for name, one in methods if name != "__init__"]
     waiting += [one for part in parts for value in vars(part).values() for one in _functions_in(value)]
     files, met = {one.__module__ for one in (*kinds, *waiting)}, set[Any]()
@@ -335,28 +335,33 @@ def _runs_to_its_end(parts: Sequence[nn.Module]) -> bool:
         if isinstance(found, type):
             if "__exit__" in vars(found):
                 return True
-            waiting += [one for one in vars(found).values() if isinstance(one, FunctionType)]
+            waiting += [one for one in vars(found).values() if _is_a(one, FunctionType)]
             continue
         body = inspect.unwrap(found)
         if _may_not_end(found.__code__) or (body is not found and _leaves_open(body)):
             return True
         names, known = found.__code__.co_names, found.__globals__
         named = [known[name] for name in names if name in known]
-        modules = [vars(one) for one in named if isinstance(one, ModuleType) and is_own_module(one.__name__)]
+        modules = [vars(one) for one in named if _is_a(one, ModuleType) and is_own_module(one.__name__)]
         named += [body, *(one[name] for one in modules for name in names if name in one)]
-        waiting += [one for one in named if isinstance(one, FunctionType) or _is_helper(one)]
+        waiting += [one for one in named if _is_a(one, FunctionType) or _is_helper(one)]
     return False
 
 
 def _functions_in(value: Any) -> list[FunctionType]:
     """Return a function, that of a method, or those in a list, a tuple or a dictionary."""
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    found = (one.__func__ if isinstance(one, MethodType) else one for one in values)
-    return [one for one in found if isinstance(one, FunctionType)]
+    values = value.values() if _is_a(value, dict) else value if _is_a(value, list, tuple) else [value]
+    found = (one.__func__ if _is_a(one, MethodType) else one for one in values)
+    return [one for one in found if _is_a(one, FunctionType)]
 
 
 def _is_helper(found: Any) -> bool:
-    return isinstance(found, type) and not issubclass(found, nn.Module)
+    return _is_a(found, type) and not issubclass(found, nn.Module)
+
+
+def _is_a(value: Any, *kinds: type) -> bool:
+    """Return whether a value is of one of the types itself; ``isinstance`` asks what a proxy stands for, if any."""
+    return issubclass(type(value), kinds)
 
 
 def _is_torchs(found: type | FunctionType) -> bool:
