@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
+import random
 import weakref
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +23,7 @@ import autotune
 from autotune import AttachError
 from autotune.mechanics import controls
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
+from autotune.plan import Plan, Storage
 
 STEPS, BATCH = 14, 256
 
@@ -84,6 +88,55 @@ def test_gradients_of_batches_that_are_accumulated_later_have_room() -> None:
         train(model, optimizer, accumulated=3, rows=rows)
         assert bool(tuner.plan.recomputed) is recomputes
         tuner.detach()
+
+
+def pairs(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield questions and answers, of which there are independent numbers."""
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(1)
+    while True:
+        yield tuple(
+            torch.randint(8, (chance.choice(rows), 4), generator=generator) for rows in ((16, 24, 32), (48, 96, 192))
+        )
+
+
+@pytest.mark.parametrize("seed", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.5, 0.85])
+def test_second_inputs_of_independent_sizes_stay_within_the_budget(seed: int, share: float) -> None:
+    """The first call's input, which alone is seen ahead, says nothing of the second one."""
+
+    def trained(budget: int | None, plans: Sequence[Plan] = ()) -> tuple[list[float], list[int], list[Plan], Any]:
+        model, losses, peaks, used = gpt(), [], [], []
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        tuner = None if budget is None else autotune.checkpoint(model, budget, optimizer=optimizer)
+        for step, (question, answer) in zip(range(110), pairs(seed), strict=False):
+            if plans:
+                controls.apply(model, plans[min(step, len(plans) - 1)])
+            meter = MemoryMeter(torch.device("cpu"))
+            with contextlib.nullcontext() if tuner else meter.metering(resident_tensors(model, optimizer, [question])):
+                loss = sum(model(one).square().mean() for one in (question, answer))
+                used += [tuner.plan] if tuner else []
+                loss.backward()
+            peaks.append(meter.peak_bytes)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        if tuner is not None:
+            assert "profile" not in tuner.locks
+            tuner.detach()
+        return losses, peaks, used, tuner
+
+    _, _, (leanest, *_), _ = trained(1)
+    full = leanest.changed(storage=dict.fromkeys(leanest.storage, Storage.SAVE))
+    least, most = (max(trained(None, [plan])[1]) for plan in (leanest, full))
+    budget = int(least + share * (most - least))
+    losses, _, used, tuner = trained(budget)
+    expected, peaks, *_ = trained(None, used)
+    assert losses == expected
+    # The first pairs may be smaller than all that come.
+    assert max(peaks[4:]) <= budget
+    assert tuner.status["over_budget_steps"] <= 2
+    # Some steps are traced under the leanest plan.
+    assert sum(plan != leanest for plan in used[-20:]) >= 10
 
 
 @pytest.mark.parametrize(("accumulated", "calls"), [(1, 1), (2, 1), (2, 2)])

@@ -103,6 +103,7 @@ class Step:
         stepped: whether the optimizer stepped.
         items: loss-bearing items of the step; ``None`` if they are not counted.
         handed_bytes: bytes that the counted units were handed; 0 if none are counted.
+        handed_calls: calls of these units.
     """
 
     seconds: float
@@ -115,3 +116,4 @@ class Step:
     stepped: bool
     items: int | None = None
     handed_bytes: int = 0
+    handed_calls: int = 0

@@ -326,14 +326,14 @@ class Pilot:
         peak, watched = self._peaks.end(counts=calls <= self._calls.usual), self._profiler.watching
         if self._peaks.news:
             self._peaks.correct(self.phase.peak_bytes)
-        step = replace(step, handed_bytes=self._calls.handed_bytes)
+        step = replace(step, handed_bytes=self._calls.handed_bytes, handed_calls=self._calls.handed_calls)
         self._take_news(self._profiler.end(step))
         self._note_size(step, usual=self._calls.compares and calls <= self._calls.usual)
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
         self._note_calls(max(calls, self._profiler.knowledge.take_odd_calls()), peak)
         exceeds = peak > (self._budget.latest or math.inf)
-        least = None if self._least is None else self._least + self._peaks.unforeseen
+        least = None if self._least is None else self._least_in(step) + self._peaks.unforeseen
         if least is not None and (exceeds or (not peak and least > (self._budget.latest or 0))):
             exceeds = True
             self._budget.warn_unreachable(self.step, least)
@@ -353,6 +353,14 @@ class Pilot:
         self._since_switch += 1
         if self.step % self.attached.limits.decide_every == 0:
             self._meet()
+
+    def _least_in(self, step: Step) -> float:
+        """Return what a step needed that no plan was known to fit, by what units turned out to be handed."""
+        known, least = self._profiler.knowledge, self._least or 0.0
+        expected = known.handed_ahead(step.all_bytes)
+        if expected is None or not step.handed_bytes:
+            return least
+        return known.static_bytes + (least - known.static_bytes) * min(known.handed_in(step) / expected, 1.0)
 
     def _note_size(self, step: Step, *, usual: bool) -> None:
         """Record how much more units were handed in a step than its batch explains."""
@@ -498,12 +506,12 @@ class Pilot:
             room: Bytes that the plan may be predicted to need.
             lesson: The plan that this rank would learn from, if other ranks have no profile either.
         """
-        profiler, size = self._profiler, ahead.largest_bytes * self._denser
+        profiler, size = self._profiler, ahead.largest_bytes * self._denser(ahead.largest_bytes)
         plan = self._placed_plan(ahead, length, room)
         if lesson is not None:
             plan = lesson if isinstance(self.phase, Unprofiled) else plan.changed(storage=lesson.storage)
         elif self._is_news(ahead, length):
-            plan, self._looked_at = profiler.look_at(ahead), self._denser
+            plan, self._looked_at = profiler.look_at(ahead), self._beyond
         elif self._waits_for_calls:
             plan = profiler.wait_for_calls(ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
@@ -528,7 +536,7 @@ class Pilot:
         known = self._profiler.knowledge
         if not known.knows(ahead.signature) or not self.placements.reaches(length):
             return True
-        if self._denser > DENSER * self._looked_at:
+        if self._beyond > DENSER * self._looked_at:
             return True
         return self._least is not None and not self._profiler.knows_leanest(ahead)
 
@@ -572,8 +580,9 @@ class Pilot:
         found = self.phase.place(length, room, follows=self._follows and trusted, samples=ahead.cut_samples)
         if found.least_bytes is not None:
             leanest = self._profiler.leanest
-            measured = self._measured_peak(leanest, ahead, self._denser)
-            least = min(found.least_bytes, self._measured_peak(found.plan, ahead, self._denser), measured)
+            denser = self._denser(ahead.largest_bytes)
+            measured = self._measured_peak(leanest, ahead, denser)
+            least = min(found.least_bytes, self._measured_peak(found.plan, ahead, denser), measured)
             # Steps with the usual calls, or as dense as their batches explain, may take more than is left for them.
             whole = usable(budget) - self._peaks.unforeseen
             limit = whole if self._calls.extra > 1 or self._accumulated_bytes else room
@@ -644,15 +653,23 @@ class Pilot:
 
     # Measurements.
 
+    def _denser(self, size: float) -> float:
+        """Return what a step may be handed at most, divided by what a batch of this size explains."""
+        found = self._profiler.knowledge.handed_ahead(round(size))
+        if found is None:
+            found = self._calls.denser
+            return found if found > DENSER else 1.0
+        return found
+
     @property
-    def _denser(self) -> float:
-        """What a step is expected to need at most, divided by what its batch explains; at least 1."""
-        found = self._calls.denser
-        return found if found > DENSER else 1.0
+    def _beyond(self) -> float:
+        """What recent steps were handed at most, divided by what that of a traced one explains; at least 1."""
+        known = self._profiler.knowledge
+        return self._calls.denser if known.handed_ahead(1) is None else known.handed_beyond
 
     def _length_of(self, size: float) -> float:
         """Return the size of a batch relative to the profiled batch, with what the loop itself adds to it."""
-        return self.phase.share(size) * self._denser
+        return self.phase.share(size) * self._denser(size)
 
     @property
     def _fragments(self) -> int:

@@ -427,4 +427,5 @@ class Lessons:
         return None if profile is None else Placements(profile, self.budget_bytes, scaling)
 
     def _length(self, placements: Placements) -> float:
-        return self.ahead.largest_bytes / placements.profile.tables[0].batch_bytes
+        size = self.ahead.largest_bytes
+        return size * (self._knowledge.handed_ahead(size) or 1.0) / placements.profile.tables[0].batch_bytes

@@ -30,6 +30,8 @@ RENEWED_AFTER = (2, 4, 8, 16, 32)
 _ODD = 8
 # Traced steps with other calls that are remembered for each plan.
 _MOST_ODD = 32
+# Recent steps of which is known what units were handed, and as many of them that tell what a batch's size may mean.
+_RECENT, _ALIKE = 256, 32
 # A step that needs more memory per byte of its batch by this factor is unlike the traced steps.
 DENSER = 1.02
 
@@ -67,6 +69,12 @@ class Knowledge:
         self._times: Counter[Plan] = Counter()
         self._timed_calls: tuple[str, ...] = ()
         self._batch_bytes: deque[int] = deque(maxlen=64)
+        # For recent steps, calls of units, bytes of all batches and those handed to units; and whether the latter were
+        # ever more for a batch that is not larger, as where a model is called with two texts of independent lengths.
+        self._recent_handed: deque[tuple[int, int, int]] = deque(maxlen=_RECENT)
+        self._handed_varies = False
+        # For each size of a batch, what units may be handed in the next step.
+        self._ahead: dict[int, float] = {}
         self.forgotten = -1
         self.forget()
 
@@ -86,10 +94,71 @@ class Knowledge:
         # For each plan, what traced steps with more calls than usual needed beyond static bytes, and the bytes of their
         # batches, as of equal pieces.
         self._odd_peaks: dict[Plan, deque[tuple[int, int]]] = {}
-        # Bytes of all batches of the largest traced step, and those that units were handed in it; and the most of these
-        # per byte of a batch.
-        self._handed: tuple[int, int] | None = None
+        # Bytes of all batches of the largest traced step, as the profile counts them, and those that units were handed
+        # in it; and the most of these per byte of a batch.
+        self._handed: tuple[float, int] | None = None
         self._handed_per_byte = 0.0
+
+    def note_handed(self, step: Step) -> bool:
+        """Record what units were handed in a step.
+
+        Returns:
+            Whether it is the first to show that units may be handed more by a batch that is not larger. Then the traced
+            steps are discarded, since their batches were taken to explain what units were handed.
+        """
+        if not step.handed_bytes:
+            return False
+        size, handed = max(step.all_bytes, 1), step.handed_bytes
+        others = [(one, known) for calls, one, known in self._recent_handed if calls == step.handed_calls]
+        self._recent_handed.append((step.handed_calls, size, handed))
+        self._ahead.clear()
+        if self._handed_varies or not any(
+            (one <= size and known > DENSER * handed) or (one >= size and handed > DENSER * known)
+            for one, known in others
+        ):
+            return False
+        self._handed_varies = True
+        self.scores.clear()
+        self.forget()
+        return True
+
+    def handed_ahead(self, size: int) -> float | None:
+        """Return what units may be handed in a step, divided by what its batch explains; ``None`` if batches tell it.
+
+        It is the most that was handed per byte of a batch, and at most, once enough batches were as large, what was
+        handed with these.
+
+        Args:
+            size: Bytes of the step's batches.
+        """
+        if not self._handed_varies or self._handed is None:
+            return None
+        if size not in self._ahead:
+            usual = self._usually_handed()
+            bound = max((known / one for one, known in usual), default=0.0) * size
+            alike = [known for one, known in usual if one >= size]
+            self._ahead[size] = min(bound, max(alike)) if len(alike) >= _ALIKE else bound
+        return self._explained(self._ahead[size], size)
+
+    def _usually_handed(self) -> list[tuple[int, int]]:
+        """Return bytes of all batches, and those handed to units, of recent steps without more calls than usual."""
+        most = statistics.mode(calls for calls, *_ in self._recent_handed)
+        return [(size, handed) for calls, size, handed in self._recent_handed if calls <= most]
+
+    def handed_in(self, step: Step) -> float:
+        """Return what units were handed in a step, divided by what its batch explains."""
+        return self._explained(step.handed_bytes, step.all_bytes)
+
+    def _explained(self, handed: float, size: int) -> float:
+        own, known = self._handed or (1, 1)
+        return handed * own / (known * max(size, 1))
+
+    @property
+    def handed_beyond(self) -> float:
+        """The most that units were handed in a recent step, divided by what they were in a traced one; at least 1."""
+        if self._handed is None:
+            return 1.0
+        return max(1.0, *(known / self._handed[1] for _, known in self._usually_handed()))
 
     def denser(self, step: Step) -> float:
         """Return what units were handed in a step, divided by what its batches explain; 1 if that is not known."""
@@ -97,8 +166,10 @@ class Knowledge:
             return 1.0
         size, handed = self._handed
         explained = handed * self.growth.scaling.at(step.all_bytes / size)
-        # Loops that cut their batches to a length hand units the same in short and in long ones.
-        return step.handed_bytes / max(explained, self._handed_per_byte * step.all_bytes)
+        if not self._handed_varies:
+            # Loops that cut their batches to a length hand units the same in short and in long ones.
+            explained = max(explained, self._handed_per_byte * step.all_bytes)
+        return step.handed_bytes / explained
 
     def _used_share(self, step: Step) -> float:
         """Return which share of a step's batches units worked on; less than 1 if the loop itself makes them smaller."""
@@ -106,7 +177,7 @@ class Knowledge:
             return 1.0
         size, handed = self._handed
         length = step.all_bytes / size
-        if step.handed_bytes * DENSER > handed * self.growth.scaling.at_least(length):
+        if not self._handed_varies and step.handed_bytes * DENSER > handed * self.growth.scaling.at_least(length):
             return 1.0
         return min(step.handed_bytes / (handed * length), 1.0)
 
@@ -311,7 +382,7 @@ class Knowledge:
             static_bytes=use.static_bytes,
             seconds=seconds,
         )
-        if use.expected is not None:
+        if use.expected is not None and denser <= DENSER:
             self._score(use.expected, plan, max(step.batch_bytes, whole))
         former_law = self.growth.within, self.growth.scaling
         belongs = self._is_densest(plan, level / max(largest, 1), signature)
@@ -320,8 +391,9 @@ class Knowledge:
             return False
         if step.handed_bytes:
             self._handed_per_byte = max(self._handed_per_byte, step.handed_bytes / max(step.all_bytes, 1))
-            if self._handed is None or step.all_bytes > self._handed[0]:
-                self._handed = max(step.all_bytes, 1), step.handed_bytes
+            counted = max(step.all_bytes * (share if self._handed_varies else 1.0), 1.0)
+            if self._handed is None or counted > self._handed[0]:
+                self._handed = counted, step.handed_bytes
         # Growth is that of the first pieces.
         self.growth.note(plan, use.ahead.as_equal_pieces(whole, k), seen.attribution)
         former = self.seen.get(plan)

@@ -254,6 +254,9 @@ class LiveProfiler:
         """Evaluate the step; return whether the profile has changed."""
         use, self._use, self.step_peak = self._use, None, None
         self.knowledge.note_batch(step.batch_bytes)
+        if self.knowledge.note_handed(step) and self.complete:
+            # Batches turn out not to tell what units are handed.
+            self._begin_again()
         if use is None:
             return False
         try:

@@ -50,11 +50,12 @@ class UnitCalls:
 
     Attributes:
         handed_bytes: what the counted units were handed in the last step, in bytes.
+        handed_calls: the calls in which they were.
     """
 
     def __init__(self, switcher: Switcher) -> None:
         self._switcher = switcher
-        self.handed_bytes = 0
+        self.handed_bytes = self.handed_calls = 0
         self._names: list[str] = []
         # For each recent step with the usual calls, what units were handed divided by what its batch explains.
         self._denser: deque[float] = deque([1.0], maxlen=_DENSER_STEPS)
@@ -164,7 +165,7 @@ class UnitCalls:
         Of units that differ, the one that was called most often counts.
         """
         found, passes = self._taken(), max(self._passes, 1)
-        self.handed_bytes = sum(map(sum, found.values()))
+        self.handed_bytes, self.handed_calls = sum(map(sum, found.values())), sum(map(len, found.values()))
         self._several.append(self._passes > 1)
         times = {
             name: len(found.get(name, ())) / passes / usual for name, usual in self._profiled.items() if self._passes
