@@ -333,10 +333,12 @@ class Pilot:
         peak = self._profiler.step_peak or peak or 0
         self._note_calls(max(calls, self._profiler.knowledge.take_odd_calls()), peak)
         exceeds = peak > (self._budget.latest or math.inf)
-        least = None if self._least is None else self._least_in(step) + self._peaks.unforeseen
-        if least is not None and (exceeds or (not peak and least > (self._budget.latest or 0))):
+        least = None if self._least is None else self._least + self._peaks.unforeseen
+        # Where batches do not tell what units are handed, only what was measured counts.
+        told = self._profiler.knowledge.handed_ahead(step.batch_bytes) is None
+        if least is not None and (exceeds or (told and not peak and least > (self._budget.latest or 0))):
             exceeds = True
-            self._budget.warn_unreachable(self.step, least)
+            self._budget.warn_unreachable(self.step, least if told else min(least, peak))
         self.over_budget += exceeds
         barred = self._switcher.barred()
         self._take_news(bool(barred) and self._profiler.bar(barred))
@@ -353,14 +355,6 @@ class Pilot:
         self._since_switch += 1
         if self.step % self.attached.limits.decide_every == 0:
             self._meet()
-
-    def _least_in(self, step: Step) -> float:
-        """Return what a step needed that no plan was known to fit, by what units turned out to be handed."""
-        known, least = self._profiler.knowledge, self._least or 0.0
-        expected = known.handed_ahead(step.all_bytes)
-        if expected is None or not step.handed_bytes:
-            return least
-        return known.static_bytes + (least - known.static_bytes) * min(known.handed_in(step) / expected, 1.0)
 
     def _note_size(self, step: Step, *, usual: bool) -> None:
         """Record how much more units were handed in a step than its batch explains."""

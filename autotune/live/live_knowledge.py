@@ -138,20 +138,13 @@ class Knowledge:
             bound = max((known / one for one, known in usual), default=0.0) * size
             alike = [known for one, known in usual if one >= size]
             self._ahead[size] = min(bound, max(alike)) if len(alike) >= _ALIKE else bound
-        return self._explained(self._ahead[size], size)
+        own, handed = self._handed
+        return self._ahead[size] * own / (handed * max(size, 1))
 
     def _usually_handed(self) -> list[tuple[int, int]]:
         """Return bytes of all batches, and those handed to units, of recent steps without more calls than usual."""
         most = statistics.mode(calls for calls, *_ in self._recent_handed)
         return [(size, handed) for calls, size, handed in self._recent_handed if calls <= most]
-
-    def handed_in(self, step: Step) -> float:
-        """Return what units were handed in a step, divided by what its batch explains."""
-        return self._explained(step.handed_bytes, step.all_bytes)
-
-    def _explained(self, handed: float, size: int) -> float:
-        own, known = self._handed or (1, 1)
-        return handed * own / (known * max(size, 1))
 
     @property
     def handed_beyond(self) -> float:
