@@ -135,8 +135,9 @@ def test_second_inputs_of_independent_sizes_stay_within_the_budget(seed: int, sh
     # The first pairs may be smaller than all that come.
     assert max(peaks[4:]) <= budget
     assert tuner.status["over_budget_steps"] <= 2
-    # Some steps are traced under the leanest plan.
-    assert sum(plan != leanest for plan in used[-20:]) >= 10
+    if share > 0.5:
+        # Where less would fit, it depends on measured times which plans were tried.
+        assert sum(plan != leanest for plan in used[40:]) >= 35
 
 
 @pytest.mark.parametrize(("accumulated", "calls"), [(1, 1), (2, 1), (2, 2)])

@@ -103,24 +103,24 @@ class Knowledge:
         """Record what units were handed in a step.
 
         Returns:
-            Whether it is the first to show that units may be handed more by a batch that is not larger. Then the traced
-            steps are discarded, since their batches were taken to explain what units were handed.
+            Whether traced steps were discarded: the step is the first to show that units may be handed more by a batch
+            that is not larger, and until then batches were taken to explain what units were handed.
         """
         if not step.handed_bytes:
             return False
         size, handed = max(step.all_bytes, 1), step.handed_bytes
-        others = [(one, known) for calls, one, known in self._recent_handed if calls == step.handed_calls]
+        others = [(one, former) for calls, one, former in self._recent_handed if calls == step.handed_calls]
         self._recent_handed.append((step.handed_calls, size, handed))
         self._ahead.clear()
         if self._handed_varies or not any(
-            (one <= size and known > DENSER * handed) or (one >= size and handed > DENSER * known)
-            for one, known in others
+            (one <= size and former > DENSER * handed) or (one >= size and handed > DENSER * former)
+            for one, former in others
         ):
             return False
-        self._handed_varies = True
+        self._handed_varies, known = True, bool(self.seen)
         self.scores.clear()
         self.forget()
-        return True
+        return known
 
     def handed_ahead(self, size: int) -> float | None:
         """Return what units may be handed in a step, divided by what its batch explains; ``None`` if batches tell it.
@@ -151,7 +151,7 @@ class Knowledge:
         """The most that units were handed in a recent step, divided by what they were in a traced one; at least 1."""
         if self._handed is None:
             return 1.0
-        return max(1.0, *(known / self._handed[1] for _, known in self._usually_handed()))
+        return max(1.0, max(known for _, known in self._usually_handed()) / self._handed[1])
 
     def denser(self, step: Step) -> float:
         """Return what units were handed in a step, divided by what its batches explain; 1 if that is not known."""
@@ -411,7 +411,7 @@ class Knowledge:
         Returns:
             Whether the profile should be made again.
         """
-        if calls != self._first.calls:
+        if not self.seen or calls != self._first.calls:
             return False
         self._times[plan] += 1
         self.timed.append(TimedStep(plan=plan, batch_bytes=max(size, 1), seconds=seconds))

@@ -254,8 +254,9 @@ class LiveProfiler:
         """Evaluate the step; return whether the profile has changed."""
         use, self._use, self.step_peak = self._use, None, None
         self.knowledge.note_batch(step.batch_bytes)
-        if self.knowledge.note_handed(step) and self.complete:
-            # Batches turn out not to tell what units are handed.
+        lost = self.knowledge.note_handed(step) and self.failed is None
+        if lost and (self.complete or not isinstance(use, Tracing)):
+            # Batches turn out not to tell what units are handed. While learning, the next lessons follow a traced step.
             self._begin_again()
         if use is None:
             return False
