@@ -23,7 +23,6 @@ from autotune.live.deciding import Decider, RecordedPolicy, dips_of, reserve_of
 from autotune.live.decision_log import DecisionLog, digest_of
 from autotune.live.guard import Breaker, Situation, SlowdownCheck, gain_of, judge
 from autotune.live.limits import Stage
-from autotune.live.live_knowledge import DENSER
 from autotune.live.live_profiler import LiveProfiler
 from autotune.live.live_window import Ran, Window, figures_of
 from autotune.live.memory_budget import BudgetReader
@@ -111,9 +110,6 @@ class Pilot:
         self._taken: Profile | None = None
         self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
         self._calls = UnitCalls(self._switcher)
-        # How often costs were learnt again, and what steps were handed when one was last traced for that, beside what
-        # their batches explained.
-        self._forgotten, self._looked_at = 0, 1.0
         self._profiler = LiveProfiler(attached)
         self._switcher.hooks = self._profiler.probes.hooks
         self._monitor = GradientMonitor(attached.model, attached.space.units)
@@ -328,17 +324,18 @@ class Pilot:
             self._peaks.correct(self.phase.peak_bytes)
         step = replace(step, handed_bytes=self._calls.handed_bytes, handed_calls=self._calls.handed_calls)
         self._take_news(self._profiler.end(step))
-        self._note_size(step, usual=self._calls.compares and calls <= self._calls.usual)
+        if self._calls.compares and calls <= self._calls.usual:
+            self._profiler.knowledge.note_usual(step)
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
         self._note_calls(max(calls, self._profiler.knowledge.take_odd_calls()), peak)
-        exceeds = peak > (self._budget.latest or math.inf)
-        least = None if self._least is None else self._least + self._peaks.unforeseen
-        # Where batches do not tell what units are handed, only what was measured counts.
-        told = self._profiler.knowledge.handed_ahead(step.batch_bytes) is None
-        if least is not None and (exceeds or (told and not peak and least > (self._budget.latest or 0))):
+        exceeds, least = peak > (self._budget.latest or math.inf), self._least_of(step)
+        # Where batches do not tell what units are handed, the budget is called unreachable by what was measured alone.
+        told = self._profiler.knowledge.handed.ratio(step) is None
+        if least is not None and (exceeds or (not peak and least > (self._budget.latest or 0))):
             exceeds = True
-            self._budget.warn_unreachable(self.step, least if told else min(least, peak))
+            if told or peak:
+                self._budget.warn_unreachable(self.step, least if told else min(least, peak))
         self.over_budget += exceeds
         barred = self._switcher.barred()
         self._take_news(bool(barred) and self._profiler.bar(barred))
@@ -356,14 +353,17 @@ class Pilot:
         if self.step % self.attached.limits.decide_every == 0:
             self._meet()
 
-    def _note_size(self, step: Step, *, usual: bool) -> None:
-        """Record how much more units were handed in a step than its batch explains."""
-        known = self._profiler.knowledge
-        if known.forgotten != self._forgotten:
-            self._forgotten, self._looked_at = known.forgotten, 1.0
-            self._calls.forget_sizes()
-        if usual:
-            self._calls.note_size(known.denser(step))
+    def _least_of(self, step: Step) -> float | None:
+        """Return the predicted peak of a step in bytes if no plan was known to fit it; ``None`` if one was."""
+        if self._least is None:
+            return None
+        known, least = self._profiler.knowledge, self._least
+        if (denser := known.handed.ratio(step)) is not None:
+            # It was not known before the step what units would be handed.
+            size = self._size * denser
+            peaks = least, self.phase.peak_bytes(self.plan, size), known.peak_of(self.plan, size)
+            least = min(peak for peak in peaks if peak is not None)
+        return least + self._peaks.unforeseen
 
     def _note_calls(self, calls: int, peak: int) -> None:
         """Record how often a step called units, and what it needed over what one with the usual calls would have."""
@@ -500,12 +500,13 @@ class Pilot:
             room: Bytes that the plan may be predicted to need.
             lesson: The plan that this rank would learn from, if other ranks have no profile either.
         """
-        profiler, size = self._profiler, ahead.largest_bytes * self._denser(ahead.largest_bytes)
+        profiler = self._profiler
+        size = ahead.largest_bytes * profiler.knowledge.handed.ahead(ahead.largest_bytes)
         plan = self._placed_plan(ahead, length, room)
         if lesson is not None:
             plan = lesson if isinstance(self.phase, Unprofiled) else plan.changed(storage=lesson.storage)
         elif self._is_news(ahead, length):
-            plan, self._looked_at = profiler.look_at(ahead), self._beyond
+            plan = profiler.look_at(ahead)
         elif self._waits_for_calls:
             plan = profiler.wait_for_calls(ahead)
         elif self._check.runs_baseline and self._fits(self.phase.baseline, size):
@@ -530,7 +531,7 @@ class Pilot:
         known = self._profiler.knowledge
         if not known.knows(ahead.signature) or not self.placements.reaches(length):
             return True
-        if self._beyond > DENSER * self._looked_at:
+        if known.handed.is_news:
             return True
         return self._least is not None and not self._profiler.knows_leanest(ahead)
 
@@ -574,7 +575,7 @@ class Pilot:
         found = self.phase.place(length, room, follows=self._follows and trusted, samples=ahead.cut_samples)
         if found.least_bytes is not None:
             leanest = self._profiler.leanest
-            denser = self._denser(ahead.largest_bytes)
+            denser = self._profiler.knowledge.handed.ahead(ahead.largest_bytes)
             measured = self._measured_peak(leanest, ahead, denser)
             least = min(found.least_bytes, self._measured_peak(found.plan, ahead, denser), measured)
             # Steps with the usual calls, or as dense as their batches explain, may take more than is left for them.
@@ -647,23 +648,9 @@ class Pilot:
 
     # Measurements.
 
-    def _denser(self, size: float) -> float:
-        """Return what a step may be handed at most, divided by what a batch of this size explains."""
-        found = self._profiler.knowledge.handed_ahead(round(size))
-        if found is None:
-            found = self._calls.denser
-            return found if found > DENSER else 1.0
-        return found
-
-    @property
-    def _beyond(self) -> float:
-        """What recent steps were handed at most, divided by what that of a traced one explains; at least 1."""
-        known = self._profiler.knowledge
-        return self._calls.denser if known.handed_ahead(1) is None else known.handed_beyond
-
     def _length_of(self, size: float) -> float:
         """Return the size of a batch relative to the profiled batch, with what the loop itself adds to it."""
-        return self.phase.share(size) * self._denser(size)
+        return self.phase.share(size) * self._profiler.knowledge.handed.ahead(round(size))
 
     @property
     def _fragments(self) -> int:

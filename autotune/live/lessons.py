@@ -428,4 +428,4 @@ class Lessons:
 
     def _length(self, placements: Placements) -> float:
         size = self.ahead.largest_bytes
-        return size * (self._knowledge.handed_ahead(size) or 1.0) / placements.profile.tables[0].batch_bytes
+        return size * self._knowledge.handed.ahead(size) / placements.profile.tables[0].batch_bytes

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from autotune.cost_model.profile import Profile
 from autotune.live.attached import Attached, Step, StepAhead
+from autotune.live.handed_sizes import DENSER, HandedSizes
 from autotune.live.prediction_scores import Expected, Score
 from autotune.live.step_uses import Tracing
 from autotune.mechanics import devices
@@ -30,10 +31,6 @@ RENEWED_AFTER = (2, 4, 8, 16, 32)
 _ODD = 8
 # Traced steps with other calls that are remembered for each plan.
 _MOST_ODD = 32
-# Recent steps of which is known what units were handed, and as many of them that tell what a batch's size may mean.
-_RECENT, _ALIKE = 256, 32
-# A step that needs more memory per byte of its batch by this factor is unlike the traced steps.
-DENSER = 1.02
 
 
 class Knowledge:
@@ -47,6 +44,7 @@ class Knowledge:
         traces: The number of traced steps.
         timed: The timed steps.
         latest_peak: Measured peak of the last traced step in bytes; ``None`` before the first.
+        handed: What units were handed in recent steps.
         forgotten: How often the traced steps were discarded.
         fragments: The most bytes that a traced step reserved beyond what it allocated at its peak; 0 on a CPU.
 
@@ -69,12 +67,7 @@ class Knowledge:
         self._times: Counter[Plan] = Counter()
         self._timed_calls: tuple[str, ...] = ()
         self._batch_bytes: deque[int] = deque(maxlen=64)
-        # For recent steps, calls of units, bytes of all batches and those handed to units; and whether the latter were
-        # ever more for a batch that is not larger, as where a model is called with two texts of independent lengths.
-        self._recent_handed: deque[tuple[int, int, int]] = deque(maxlen=_RECENT)
-        self._handed_varies = False
-        # For each size of a batch, what units may be handed in the next step.
-        self._ahead: dict[int, float] = {}
+        self.handed = HandedSizes()
         self.forgotten = -1
         self.forget()
 
@@ -94,85 +87,25 @@ class Knowledge:
         # For each plan, what traced steps with more calls than usual needed beyond static bytes, and the bytes of their
         # batches, as of equal pieces.
         self._odd_peaks: dict[Plan, deque[tuple[int, int]]] = {}
-        # Bytes of all batches of the largest traced step, as the profile counts them, and those that units were handed
-        # in it; and the most of these per byte of a batch.
-        self._handed: tuple[float, int] | None = None
-        self._handed_per_byte = 0.0
+        self.handed.forget()
 
     def note_handed(self, step: Step) -> bool:
         """Record what units were handed in a step.
 
         Returns:
-            Whether traced steps were discarded: the step is the first to show that units may be handed more by a batch
-            that is not larger, and until then batches were taken to explain what units were handed.
+            Whether traced steps were discarded, because steps have begun to show that batches do not tell what units
+            are handed, or have ceased to.
         """
-        if not step.handed_bytes:
+        if not self.handed.note(step):
             return False
-        size, handed = max(step.all_bytes, 1), step.handed_bytes
-        others = [(one, former) for calls, one, former in self._recent_handed if calls == step.handed_calls]
-        self._recent_handed.append((step.handed_calls, size, handed))
-        self._ahead.clear()
-        if self._handed_varies or not any(
-            (one <= size and former > DENSER * handed) or (one >= size and handed > DENSER * former)
-            for one, former in others
-        ):
-            return False
-        self._handed_varies, known = True, bool(self.seen)
+        known = bool(self.seen)
         self.scores.clear()
         self.forget()
         return known
 
-    def handed_ahead(self, size: int) -> float | None:
-        """Return what units may be handed in a step, divided by what its batch explains; ``None`` if batches tell it.
-
-        It is the most that was handed per byte of a batch, and at most, once enough batches were as large, what was
-        handed with these.
-
-        Args:
-            size: Bytes of the step's batches.
-        """
-        if not self._handed_varies or self._handed is None:
-            return None
-        if size not in self._ahead:
-            usual = self._usually_handed()
-            bound = max((known / one for one, known in usual), default=0.0) * size
-            alike = [known for one, known in usual if one >= size]
-            self._ahead[size] = min(bound, max(alike)) if len(alike) >= _ALIKE else bound
-        own, handed = self._handed
-        return self._ahead[size] * own / (handed * max(size, 1))
-
-    def _usually_handed(self) -> list[tuple[int, int]]:
-        """Return bytes of all batches, and those handed to units, of recent steps without more calls than usual."""
-        most = statistics.mode(calls for calls, *_ in self._recent_handed)
-        return [(size, handed) for calls, size, handed in self._recent_handed if calls <= most]
-
-    @property
-    def handed_beyond(self) -> float:
-        """The most that units were handed in a recent step, divided by what they were in a traced one; at least 1."""
-        if self._handed is None:
-            return 1.0
-        return max(1.0, max(known for _, known in self._usually_handed()) / self._handed[1])
-
-    def denser(self, step: Step) -> float:
-        """Return what units were handed in a step, divided by what its batches explain; 1 if that is not known."""
-        if self._handed is None or not step.handed_bytes:
-            return 1.0
-        size, handed = self._handed
-        explained = handed * self.growth.scaling.at(step.all_bytes / size)
-        if not self._handed_varies:
-            # Loops that cut their batches to a length hand units the same in short and in long ones.
-            explained = max(explained, self._handed_per_byte * step.all_bytes)
-        return step.handed_bytes / explained
-
-    def _used_share(self, step: Step) -> float:
-        """Return which share of a step's batches units worked on; less than 1 if the loop itself makes them smaller."""
-        if self._handed is None or not step.handed_bytes:
-            return 1.0
-        size, handed = self._handed
-        length = step.all_bytes / size
-        if not self._handed_varies and step.handed_bytes * DENSER > handed * self.growth.scaling.at_least(length):
-            return 1.0
-        return min(step.handed_bytes / (handed * length), 1.0)
+    def note_usual(self, step: Step) -> None:
+        """Record a step with the usual calls."""
+        self.handed.note_usual(step, self.growth.scaling)
 
     @property
     def static_bytes(self) -> int:
@@ -245,7 +178,7 @@ class Knowledge:
         """Return how often a unit was called in a traced forward pass."""
         return sum(called == name for called in self._first.calls) if self.seen else 0
 
-    def peak_of(self, plan: Plan, batch_bytes: int) -> float | None:
+    def peak_of(self, plan: Plan, batch_bytes: float) -> float | None:
         """Return the peak of a plan in bytes, from its last traced step; ``None`` if there was none.
 
         Args:
@@ -346,12 +279,13 @@ class Knowledge:
         if self.seen and (self._is_odd(trace.calls, signature, plan, (needed, size)) or use.waits):
             return False
         comparable = bool(self.seen) and self.plans_with(signature)
-        denser = self.denser(step) if comparable else 1.0
+        # Where batches do not tell what units are handed, steps count by that.
+        denser = self.handed.denser(step, self.growth.scaling) if comparable and not self.handed.varies else 1.0
         if denser > DENSER or self._outgrown:
             # The loop itself makes its batches larger, computes in a wider format, or has other parameters.
             self.forget()
         # A batch that it makes smaller counts as a smaller one.
-        share = self._used_share(step) if comparable else 1.0
+        share = self.handed.share(step, self.growth.scaling) if comparable else 1.0
         if trace.calls != self._timed_calls:
             # Times by segment are those of these calls.
             self._forget_times()
@@ -382,11 +316,7 @@ class Knowledge:
         self._peaks[plan] = needed, largest, whole
         if not belongs:
             return False
-        if step.handed_bytes:
-            self._handed_per_byte = max(self._handed_per_byte, step.handed_bytes / max(step.all_bytes, 1))
-            counted = max(step.all_bytes * (share if self._handed_varies else 1.0), 1.0)
-            if self._handed is None or counted > self._handed[0]:
-                self._handed = counted, step.handed_bytes
+        self.handed.note_trace(step, share)
         # Growth is that of the first pieces.
         self.growth.note(plan, use.ahead.as_equal_pieces(whole, k), seen.attribution)
         former = self.seen.get(plan)
@@ -398,7 +328,7 @@ class Knowledge:
         return True
 
     def note_times(
-        self, plan: Plan, calls: tuple[str, ...], seconds: Mapping[tuple[Phase, int], float], size: int
+        self, plan: Plan, calls: tuple[str, ...], seconds: Mapping[tuple[Phase, int], float], step: Step
     ) -> bool:
         """Record a timed step.
 
@@ -406,7 +336,7 @@ class Knowledge:
             plan: The plan that it ran under.
             calls: The units that its first forward pass called, in order.
             seconds: Its seconds by phase and segment.
-            size: Bytes of its batch.
+            step: The step.
 
         Returns:
             Whether the profile should be made again.
@@ -414,6 +344,7 @@ class Knowledge:
         if not self.seen or calls != self._first.calls:
             return False
         self._times[plan] += 1
+        size = round(step.batch_bytes * (self.handed.ratio(step) or 1.0))
         self.timed.append(TimedStep(plan=plan, batch_bytes=max(size, 1), seconds=seconds))
         return len(self.timed) in RENEWED_AFTER
 

@@ -159,6 +159,7 @@ class LiveProfiler:
             The plan that it runs under: the one that needs the least memory.
         """
         self._lessons.ahead = ahead
+        self.knowledge.handed.look()
         plan = self._lessons.leanest
         if not _profiler_runs():
             self._use = self._lessons.new_shape(plan)
@@ -464,7 +465,7 @@ class LiveProfiler:
             return False
         seconds = seconds_by_place(use.watch, self._attached.device)
         seconds["update", -1] = rest_of(step.seconds, seconds)
-        return self.knowledge.note_times(use.plan, tuple(use.watch.calls[0]), seconds, step.batch_bytes)
+        return self.knowledge.note_times(use.plan, tuple(use.watch.calls[0]), seconds, step)
 
 
 def _scripted(attached: Attached) -> dict[str, str]:

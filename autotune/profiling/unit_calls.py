@@ -21,8 +21,8 @@ _STEPS, _GAPS = 1000, 4
 _LOOKS = 128
 # What such a step needs was measured with all recomputed; fuller plans may need a little more of it.
 _FULLER = 1.05
-# Steps for which one that was handed more than its batch explains, or had several micro-batches, is expected again.
-_DENSER_STEPS = 256
+# Steps for which one that had several micro-batches is expected again.
+_SEVERAL_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,8 @@ class UnitCalls:
         self._switcher = switcher
         self.handed_bytes = self.handed_calls = 0
         self._names: list[str] = []
-        # For each recent step with the usual calls, what units were handed divided by what its batch explains.
-        self._denser: deque[float] = deque([1.0], maxlen=_DENSER_STEPS)
         # For each recent step, whether it had several micro-batches.
-        self._several: deque[bool] = deque(maxlen=_DENSER_STEPS)
+        self._several: deque[bool] = deque(maxlen=_SEVERAL_STEPS)
         # For each recent step, calls per forward pass divided by those when the run was profiled.
         self._recent: deque[int] = deque([1], maxlen=_IN_A_ROW)
         # By the number of calls that was more than usual; those that are not expected any more are kept, too.
@@ -107,11 +105,6 @@ class UnitCalls:
         """Whether a recent step had several micro-batches, of which all but the first have gradients beside them."""
         return any(self._several)
 
-    @property
-    def denser(self) -> float:
-        """What units were handed in a recent step at most, divided by what its batch explains; at least 1."""
-        return max(self._denser)
-
     def count(self, names: Iterable[str]) -> None:
         """Begin to count.
 
@@ -128,18 +121,6 @@ class UnitCalls:
             profiled: The calls of each unit per forward pass when the run was profiled.
         """
         self._profiled = {name: max(profiled.get(name, 0), 1) for name in self._names}
-
-    def note_size(self, denser: float) -> None:
-        """Record a step with the usual calls.
-
-        Args:
-            denser: what units were handed in it, divided by what its batch explains.
-        """
-        self._denser.append(max(denser, 1.0))
-
-    def forget_sizes(self) -> None:
-        """Forget that steps were handed more than their batches explain, since that is explained now."""
-        self._denser = deque([1.0], maxlen=_DENSER_STEPS)
 
     def begin_step(self) -> None:
         """Begin a step; calls before it, such as those under a probe, do not count."""

@@ -1,0 +1,211 @@
+"""What units are handed in a step, and what a batch tells of that before the step runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autotune.live.attached import Step
+from autotune.profiling.memory_scaling import Scaling
+
+# Recent steps of which is known what units were handed, and as many of them that tell what a batch's size may mean.
+_RECENT, _ALIKE = 256, 32
+# Two steps contradict each other if units are handed more by the batch that is not larger. Batches do not tell what
+# units are handed once there are as many such pairs as this share of recent steps, until there are fewer than the
+# second one.
+_BEGINS, _CEASES = 0.05, 0.025
+# Batches of this share of a size are about as large.
+_ABOUT = 0.8
+# A step is unlike another one of its size if it is handed more by this factor.
+DENSER = 1.02
+
+
+@dataclass(slots=True)
+class _Handed:
+    """What units were handed in a step.
+
+    Attributes:
+        calls: calls of the counted units.
+        size: bytes of the step's batches.
+        handed: bytes that the units were handed.
+        counts: whether no other step is known that contradicts this one.
+    """
+
+    calls: int
+    size: int
+    handed: int
+    counts: bool = True
+
+    def contradicts(self, other: _Handed) -> bool:
+        """Return whether, in as many calls, one of two steps was handed more by a batch that is not larger."""
+        if not self.counts or self.calls != other.calls:
+            return False
+        less, more = sorted((self, other), key=lambda one: one.handed)
+        return more.handed > DENSER * less.handed and more.size <= less.size
+
+
+class HandedSizes:
+    """What units were handed in recent steps.
+
+    Most often a batch's size tells it. It does not where a model is called with two texts of independent lengths, of
+    which only the first is seen before the step: then ``varies`` is set, and steps count by what units were handed.
+
+    Attributes:
+        varies: Whether batches do not tell what units are handed.
+    """
+
+    def __init__(self) -> None:
+        self.varies = False
+        self._recent: deque[_Handed] = deque(maxlen=_RECENT)
+        # For each size of a batch, what units may be handed in the next step.
+        self._ahead: dict[int, float] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard what traced steps were handed."""
+        # Bytes of all batches of the largest traced step, as the profile counts them, and those that units were handed
+        # in it; and the most of these per byte of a batch.
+        self._traced: tuple[float, int] | None = None
+        self._per_byte = 0.0
+        # For each recent step with the usual calls, what units were handed divided by what its batch explains; and the
+        # largest of both kinds of excess when a step was last traced for it.
+        self._denser: deque[float] = deque([1.0], maxlen=_RECENT)
+        self._looked_at = 1.0
+
+    def note(self, step: Step) -> bool:
+        """Record a step; return whether steps have begun to show that batches do not tell it, or have ceased to."""
+        if not step.handed_bytes:
+            return False
+        new = _Handed(step.handed_calls, max(step.all_bytes, 1), step.handed_bytes)
+        odd = next(filter(new.contradicts, self._recent), None)
+        if odd is not None:
+            # Each step counts once, so that a single odd one is no reason to distrust all others.
+            odd.counts = new.counts = False
+        self._recent.append(new)
+        self._ahead.clear()
+        found = sum(not one.counts for one in self._recent) // 2
+        limit = (_CEASES if self.varies else _BEGINS) * len(self._recent)
+        former, self.varies = self.varies, found >= max(limit, 1)
+        return former != self.varies
+
+    def note_trace(self, step: Step, share: float) -> None:
+        """Record what units were handed in a traced step.
+
+        Args:
+            step: The step.
+            share: The share of its batches by which the profile counts them.
+        """
+        if not step.handed_bytes:
+            return
+        self._per_byte = max(self._per_byte, step.handed_bytes / max(step.all_bytes, 1))
+        counted = max(step.all_bytes * (share if self.varies else 1.0), 1.0)
+        if self._traced is None or counted > self._traced[0]:
+            self._traced = counted, step.handed_bytes
+
+    def note_usual(self, step: Step, scaling: Scaling) -> None:
+        """Record a step with the usual calls.
+
+        Args:
+            step: The step.
+            scaling: How memory grows with a batch's size.
+        """
+        self._denser.append(max(self.denser(step, scaling), 1.0))
+
+    def denser(self, step: Step, scaling: Scaling) -> float:
+        """Return what units were handed in a step, divided by what its batches explain; 1 if that is not known.
+
+        Args:
+            step: The step.
+            scaling: How memory grows with a batch's size.
+        """
+        if self._traced is None or not step.handed_bytes:
+            return 1.0
+        size, handed = self._traced
+        # Loops that cut their batches to a length hand units the same in short and in long ones.
+        explained = max(handed * scaling.at(step.all_bytes / size), self._per_byte * step.all_bytes)
+        return step.handed_bytes / explained
+
+    def ratio(self, step: Step) -> float | None:
+        """Return what units were handed in a step, divided by what its batches explain; ``None`` if batches tell it."""
+        if not self.varies or self._traced is None or not step.handed_bytes:
+            return None
+        return step.handed_bytes / self._explained(step.all_bytes)
+
+    def share(self, step: Step, scaling: Scaling) -> float:
+        """Return which share of a step's batches units worked on; less than 1 if the loop itself makes them smaller.
+
+        Args:
+            step: The step.
+            scaling: How memory grows with a batch's size.
+        """
+        if (ratio := self.ratio(step)) is not None:
+            return ratio
+        if self._traced is None or not step.handed_bytes:
+            return 1.0
+        size, handed = self._traced
+        if step.handed_bytes * DENSER > handed * scaling.at_least(step.all_bytes / size):
+            return 1.0
+        return min(step.handed_bytes / self._explained(step.all_bytes), 1.0)
+
+    def ahead(self, size: int) -> float:
+        """Return what units may be handed in the next step, divided by what its batch explains.
+
+        Where batches do not tell it, it is the most that was handed per byte of a batch. Once enough steps are known,
+        units are taken to be handed a part in proportion to the batch and another one that is independent of it, at
+        most as large as in any recent step; and once enough batches were as large, not more than with these.
+
+        Args:
+            size: Bytes of the step's batches.
+        """
+        if not self.varies or self._traced is None:
+            found = max(self._denser)
+            return found if found > DENSER else 1.0
+        if size not in self._ahead:
+            self._ahead[size] = _most(self._usual(), max(size, 1))
+        return self._ahead[size] / self._explained(size)
+
+    @property
+    def is_news(self) -> bool:
+        """Whether a recent step was handed more than any for which one was traced."""
+        return self._beyond > DENSER * self._looked_at
+
+    def look(self) -> None:
+        """Note that the next step is traced."""
+        self._looked_at = self._beyond
+
+    @property
+    def _beyond(self) -> float:
+        """The most that units were handed in a recent step, divided by what a traced one explains; at least 1."""
+        if not self.varies or self._traced is None:
+            return max(self._denser)
+        return max(1.0, max(handed for _, handed in self._usual()) / self._traced[1])
+
+    def _explained(self, size: int) -> float:
+        """Return the bytes that units are handed of a batch, in proportion to those of the traced one."""
+        assert self._traced is not None
+        traced, handed = self._traced
+        return handed * max(size, 1) / traced
+
+    def _usual(self) -> list[tuple[int, int]]:
+        """Return bytes of all batches, and those handed to units, of recent steps without more calls than usual."""
+        most = statistics.mode(one.calls for one in self._recent)
+        return [(one.size, one.handed) for one in self._recent if one.calls <= most]
+
+
+def _most(usual: Sequence[tuple[int, int]], size: int) -> float:
+    """Return the most bytes that units may be handed in a step, as :meth:`HandedSizes.ahead` explains.
+
+    Args:
+        usual: bytes of all batches, and those handed to units, of recent steps.
+        size: bytes of the step's batches.
+    """
+    rates = [handed / one for one, handed in usual]
+    bound = max(rates) * size
+    if len(usual) >= _ALIKE:
+        beside = max(handed + min(rates) * max(size - one, 0) for one, handed in usual)
+        near = max((handed * size / one for one, handed in usual if _ABOUT * size <= one <= size), default=0.0)
+        bound = min(bound, max(beside, near))
+    alike = [handed for one, handed in usual if one >= size]
+    return min(bound, max(alike)) if len(alike) >= _ALIKE else bound
