@@ -90,6 +90,25 @@ def test_gradients_of_batches_that_are_accumulated_later_have_room() -> None:
         tuner.detach()
 
 
+@pytest.mark.parametrize("before", [(1, 1, 2), pytest.param((2, 2, 3), marks=pytest.mark.slow)])
+def test_accumulation_that_reaches_later_what_is_declared_is_learnt_then(before: Sequence[int]) -> None:
+    def trained(budget: int) -> tuple[list[float], list[Plan]]:
+        model, losses, used = gpt(), [], []
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        tuner = autotune.checkpoint(model, budget, optimizer=optimizer, accumulation_steps=4)
+        for accumulated in (*before, 4, 4):
+            losses += train(model, optimizer, accumulated=accumulated, rows=32)
+            used.append(tuner.plan)
+        assert "profile" not in tuner.locks
+        tuner.detach()
+        return losses, used
+
+    (expected, (leanest, *_)), (losses, used) = (trained(budget) for budget in (1, 10**9))
+    assert losses == expected
+    assert used[:2] == [leanest] * 2 or before[0] > 1
+    assert not used[-1].recomputed
+
+
 def pairs(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield questions and answers, of which there are independent numbers."""
     chance, generator = random.Random(seed), torch.Generator().manual_seed(1)

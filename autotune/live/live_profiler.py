@@ -75,7 +75,7 @@ class LiveProfiler:
         self._use: Use | None = None
         self._began = False
         self._unreadable = 0
-        # Micro-batches that a traced step should have had, and had only one; 0 if there was none.
+        # Declared micro-batches of a traced step that had only one; 0 if there was none.
         self._too_short = 0
         # Traced steps in a row that had more micro-batches than they should have.
         self._too_long = 0
@@ -256,6 +256,10 @@ class LiveProfiler:
         use, self._use, self.step_peak = self._use, None, None
         self.knowledge.note_batch(step.batch_bytes)
         lost = self.knowledge.note_handed(step) and self.failed is None
+        if self.failed is not None and self._too_short and step.later_bytes:
+            # The loop has begun to accumulate.
+            self.failed, self._too_short = None, 0
+            self._begin_again()
         if lost and (self.complete or not isinstance(use, Tracing)):
             # Batches turn out not to tell what units are handed. While learning, the next lessons follow a traced step.
             self._begin_again()
@@ -373,7 +377,7 @@ class LiveProfiler:
         profile = self.rebuild()
         self.complete = profile is not None
         if profile is None:
-            told = f": each had one micro-batch, of {self._too_short} that it should have" if self._too_short else ""
+            told = f" yet: each had one micro-batch, of {self._too_short} that were declared" if self._too_short else ""
             self.failed = "no step of the run could be traced" + told
             logger.warning("nothing is switched: %s", self.failed)
             return
