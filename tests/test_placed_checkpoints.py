@@ -159,15 +159,25 @@ def test_second_inputs_of_independent_sizes_stay_within_the_budget(seed: int, sh
         assert sum(plan != leanest for plan in used[40:]) >= 35
 
 
-@pytest.mark.parametrize("rows", [(4, 64, 128), pytest.param((1, 2, 4, 64, 128), marks=pytest.mark.slow)])
-def test_second_inputs_of_independent_sizes_are_kept_where_an_ample_budget_allows(rows: Sequence[int]) -> None:
+@pytest.mark.parametrize(
+    ("rows", "accumulated"),
+    [
+        ((4, 64, 128), 1),
+        pytest.param((1, 2, 4, 64, 128), 1, marks=pytest.mark.slow),
+        pytest.param((4, 64, 128), 2, marks=pytest.mark.slow),
+    ],
+)
+def test_second_inputs_of_independent_sizes_are_kept_where_an_ample_budget_allows(
+    rows: Sequence[int], accumulated: int
+) -> None:
     """Small first inputs, of which units are handed much per byte, say little of what a large one brings."""
 
     def trained(budget: int | None, plan: Plan | None = None) -> tuple[list[int], list[Plan]]:
         model, chance, generator = gpt(), random.Random(2), torch.Generator().manual_seed(1)
-        optimizer, peaks, used = torch.optim.AdamW(model.parameters(), 1e-3), [], []
-        tuner = None if budget is None else autotune.checkpoint(model, budget, optimizer=optimizer)
-        for _ in range(100):
+        optimizer, peaks, used, tuner = torch.optim.AdamW(model.parameters(), 1e-3), [], [], None
+        if budget is not None:
+            tuner = autotune.checkpoint(model, budget, optimizer=optimizer, accumulation_steps=accumulated)
+        for number in range(100 * accumulated):
             sizes = chance.choice(rows), chance.randint(32, 128)
             inputs = [torch.randint(8, (size, 4), generator=generator) for size in sizes]
             if plan is not None:
@@ -178,6 +188,8 @@ def test_second_inputs_of_independent_sizes_are_kept_where_an_ample_budget_allow
                 used += [tuner.plan] if tuner else []
                 loss.backward()
             peaks.append(meter.peak_bytes)
+            if (number + 1) % accumulated:
+                continue
             optimizer.step()
             optimizer.zero_grad()
         if tuner is not None:
@@ -187,7 +199,7 @@ def test_second_inputs_of_independent_sizes_are_kept_where_an_ample_budget_allow
     _, (leanest, *_) = trained(1)
     peaks, _ = trained(None, leanest.changed(storage=dict.fromkeys(leanest.storage, Storage.SAVE)))
     _, used = trained(2 * max(peaks))
-    assert sum(not plan.recomputed for plan in used[60:]) >= 30
+    assert sum(not plan.recomputed for plan in used[60 * accumulated :]) >= 30 * accumulated
 
 
 @pytest.mark.parametrize(("accumulated", "calls"), [(1, 1), (2, 1), (2, 2)])

@@ -102,8 +102,9 @@ class Step:
         norm: 2-norm of its gradient.
         stepped: whether the optimizer stepped.
         items: loss-bearing items of the step; ``None`` if they are not counted.
-        handed_bytes: bytes that the counted units were handed; 0 if none are counted.
-        handed_calls: calls of these units.
+        handed: bytes that the counted units were handed of each batch, or of all of them together; none if no units are
+            counted.
+        handed_calls: calls of these units per forward pass.
     """
 
     seconds: float
@@ -115,5 +116,10 @@ class Step:
     norm: float
     stepped: bool
     items: int | None = None
-    handed_bytes: int = 0
+    handed: tuple[int, ...] = ()
     handed_calls: int = 0
+
+    @property
+    def handed_bytes(self) -> int:
+        """Return the most bytes that the counted units were handed of one of its batches; 0 if none are counted."""
+        return max(self.handed, default=0)

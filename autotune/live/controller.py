@@ -322,7 +322,8 @@ class Pilot:
         peak, watched = self._peaks.end(counts=calls <= self._calls.usual), self._profiler.watching
         if self._peaks.news:
             self._peaks.correct(self.phase.peak_bytes)
-        step = replace(step, handed_bytes=self._calls.handed_bytes, handed_calls=self._calls.handed_calls)
+        handed = self._calls.handed if step.later_bytes else [sum(self._calls.handed)]
+        step = replace(step, handed=tuple(handed), handed_calls=self._calls.handed_calls)
         self._take_news(self._profiler.end(step))
         if self._calls.compares and calls <= self._calls.usual:
             self._profiler.knowledge.note_usual(step)

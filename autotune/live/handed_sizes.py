@@ -28,7 +28,7 @@ class _Handed:
 
     Attributes:
         calls: calls of the counted units.
-        size: bytes of the step's batches.
+        size: bytes of the step's batches, or of the largest one where the loop accumulates several.
         handed: bytes that the units were handed.
         counts: whether no other step is known that contradicts this one.
     """
@@ -65,8 +65,8 @@ class HandedSizes:
 
     def forget(self) -> None:
         """Discard what traced steps were handed."""
-        # Bytes of all batches of the largest traced step, as the profile counts them, and those that units were handed
-        # in it; and the most of these per byte of a batch.
+        # The size of the largest traced step, as the profile counts it, and the bytes that units were handed in it; and
+        # the most of these per byte of a batch.
         self._traced: tuple[float, int] | None = None
         self._per_byte = 0.0
         # For each recent step with the usual calls, what units were handed divided by what its batch explains; and the
@@ -78,7 +78,7 @@ class HandedSizes:
         """Record a step; return whether steps have begun to show that batches do not tell it, or have ceased to."""
         if not step.handed_bytes:
             return False
-        new = _Handed(step.handed_calls, max(step.all_bytes, 1), step.handed_bytes)
+        new = _Handed(step.handed_calls, _size(step), step.handed_bytes)
         odd = next(filter(new.contradicts, self._recent), None)
         if odd is not None:
             # Each step counts once, so that a single odd one is no reason to distrust all others.
@@ -90,19 +90,29 @@ class HandedSizes:
         former, self.varies = self.varies, found >= max(limit, 1)
         return former != self.varies
 
-    def note_trace(self, step: Step, share: float) -> None:
-        """Record what units were handed in a traced step.
+    def note_trace(self, step: Step) -> None:
+        """Record what units were handed in a traced step, whose memory is known from now on."""
+        if not step.handed_bytes:
+            return
+        self._per_byte = max(self._per_byte, step.handed_bytes / _size(step))
+        counted = _size(step) * (self.ratio(step) or 1.0)
+        if self._traced is None or counted > self._traced[0]:
+            self._traced = counted, step.handed_bytes
+
+    def counted(self, step: Step, sizes: tuple[int, int], scaling: Scaling) -> tuple[int, int]:
+        """Return the sizes by which memory grows as it does with batches that tell what units are handed.
 
         Args:
             step: The step.
-            share: The share of its batches by which the profile counts them.
+            sizes: Bytes of its first batch, and of the smaller one of this and of the largest later one.
+            scaling: How memory grows with a batch's size.
         """
-        if not step.handed_bytes:
-            return
-        self._per_byte = max(self._per_byte, step.handed_bytes / max(step.all_bytes, 1))
-        counted = max(step.all_bytes * (share if self.varies else 1.0), 1.0)
-        if self._traced is None or counted > self._traced[0]:
-            self._traced = counted, step.handed_bytes
+        if not self.varies or not step.handed_bytes:
+            share = self._share(step, scaling)
+            return round(sizes[0] * share), round(sizes[1] * share)
+        traced, handed = self._traced or (_size(step), step.handed_bytes)
+        first, *later = step.handed
+        return round(traced * first / handed), round(traced * min(first, max(later, default=first)) / handed)
 
     def note_usual(self, step: Step, scaling: Scaling) -> None:
         """Record a step with the usual calls.
@@ -124,30 +134,28 @@ class HandedSizes:
             return 1.0
         size, handed = self._traced
         # Loops that cut their batches to a length hand units the same in short and in long ones.
-        explained = max(handed * scaling.at(step.all_bytes / size), self._per_byte * step.all_bytes)
+        explained = max(handed * scaling.at(_size(step) / size), self._per_byte * _size(step))
         return step.handed_bytes / explained
 
     def ratio(self, step: Step) -> float | None:
         """Return what units were handed in a step, divided by what its batches explain; ``None`` if batches tell it."""
         if not self.varies or self._traced is None or not step.handed_bytes:
             return None
-        return step.handed_bytes / self._explained(step.all_bytes)
+        return step.handed_bytes / self._explained(_size(step))
 
-    def share(self, step: Step, scaling: Scaling) -> float:
+    def _share(self, step: Step, scaling: Scaling) -> float:
         """Return which share of a step's batches units worked on; less than 1 if the loop itself makes them smaller.
 
         Args:
             step: The step.
             scaling: How memory grows with a batch's size.
         """
-        if (ratio := self.ratio(step)) is not None:
-            return ratio
         if self._traced is None or not step.handed_bytes:
             return 1.0
         size, handed = self._traced
-        if step.handed_bytes * DENSER > handed * scaling.at_least(step.all_bytes / size):
+        if step.handed_bytes * DENSER > handed * scaling.at_least(_size(step) / size):
             return 1.0
-        return min(step.handed_bytes / self._explained(step.all_bytes), 1.0)
+        return min(step.handed_bytes / self._explained(_size(step)), 1.0)
 
     def ahead(self, size: int) -> float:
         """Return what units may be handed in the next step, divided by what its batch explains.
@@ -157,7 +165,7 @@ class HandedSizes:
         most as large as in any recent step; and once enough batches were as large, not more than with these.
 
         Args:
-            size: Bytes of the step's batches.
+            size: Bytes of the step's batches, or of the largest one where the loop accumulates several.
         """
         if not self.varies or self._traced is None:
             found = max(self._denser)
@@ -189,17 +197,22 @@ class HandedSizes:
         return handed * max(size, 1) / traced
 
     def _usual(self) -> list[tuple[int, int]]:
-        """Return bytes of all batches, and those handed to units, of recent steps without more calls than usual."""
+        """Return the sizes, and the bytes that units were handed, of recent steps without more calls than usual."""
         most = statistics.mode(one.calls for one in self._recent)
         return [(one.size, one.handed) for one in self._recent if one.calls <= most]
+
+
+def _size(step: Step) -> int:
+    """Return the bytes of a step's batches, or of the largest one where the loop accumulates several; at least 1."""
+    return max(step.batch_bytes if step.later_bytes else step.all_bytes, 1)
 
 
 def _most(usual: Sequence[tuple[int, int]], size: int) -> float:
     """Return the most bytes that units may be handed in a step, as :meth:`HandedSizes.ahead` explains.
 
     Args:
-        usual: bytes of all batches, and those handed to units, of recent steps.
-        size: bytes of the step's batches.
+        usual: the sizes of recent steps, and the bytes that units were handed in them.
+        size: the size of the step.
     """
     rates = [handed / one for one, handed in usual]
     bound = max(rates) * size

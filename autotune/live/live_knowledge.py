@@ -278,14 +278,14 @@ class Knowledge:
         size = use.ahead.as_equal_pieces(use.ahead.batch_bytes, plan.accumulation_steps, later=True)
         if self.seen and (self._is_odd(trace.calls, signature, plan, (needed, size)) or use.waits):
             return False
-        comparable = bool(self.seen) and self.plans_with(signature)
+        # Without traced steps, what a prediction was made from was discarded in this step.
+        known = bool(self.seen)
+        comparable = known and self.plans_with(signature)
         # Where batches do not tell what units are handed, steps count by that.
         denser = self.handed.denser(step, self.growth.scaling) if comparable and not self.handed.varies else 1.0
         if denser > DENSER or self._outgrown:
             # The loop itself makes its batches larger, computes in a wider format, or has other parameters.
             self.forget()
-        # A batch that it makes smaller counts as a smaller one.
-        share = self.handed.share(step, self.growth.scaling) if comparable else 1.0
         if trace.calls != self._timed_calls:
             # Times by segment are those of these calls.
             self._forget_times()
@@ -293,7 +293,11 @@ class Knowledge:
         # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
         whole, k = use.ahead.batch_bytes, plan.accumulation_steps
         traced = min(whole, step.later_bytes or whole)
-        whole, size = round(whole * share), round(traced * share)
+        # A batch that the loop itself makes smaller counts as a smaller one.
+        sizes = whole, traced
+        if comparable or self.handed.varies:
+            sizes = self.handed.counted(step, sizes, self.growth.scaling)
+        whole, size = sizes
         equal, largest, later = (
             use.ahead.as_equal_pieces(size, k),
             use.ahead.as_equal_pieces(whole, k, later=True),
@@ -309,14 +313,14 @@ class Knowledge:
             static_bytes=use.static_bytes,
             seconds=seconds,
         )
-        if use.expected is not None and denser <= DENSER:
+        if use.expected is not None and known and denser <= DENSER:
             self._score(use.expected, plan, max(step.batch_bytes, whole))
         former_law = self.growth.within, self.growth.scaling
         belongs = self._is_densest(plan, level / max(largest, 1), signature)
         self._peaks[plan] = needed, largest, whole
         if not belongs:
             return False
-        self.handed.note_trace(step, share)
+        self.handed.note_trace(step)
         # Growth is that of the first pieces.
         self.growth.note(plan, use.ahead.as_equal_pieces(whole, k), seen.attribution)
         former = self.seen.get(plan)

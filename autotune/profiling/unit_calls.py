@@ -49,13 +49,14 @@ class UnitCalls:
         switcher: The switcher that counts them.
 
     Attributes:
-        handed_bytes: what the counted units were handed in the last step, in bytes.
-        handed_calls: the calls in which they were.
+        handed: bytes that the counted units were handed in each forward pass of the last step; in all of them together
+            if passes did not call the same units.
+        handed_calls: the calls per forward pass in which they were.
     """
 
     def __init__(self, switcher: Switcher) -> None:
         self._switcher = switcher
-        self.handed_bytes = self.handed_calls = 0
+        self.handed, self.handed_calls = [0], 0
         self._names: list[str] = []
         # For each recent step, whether it had several micro-batches.
         self._several: deque[bool] = deque(maxlen=_SEVERAL_STEPS)
@@ -146,7 +147,7 @@ class UnitCalls:
         Of units that differ, the one that was called most often counts.
         """
         found, passes = self._taken(), max(self._passes, 1)
-        self.handed_bytes, self.handed_calls = sum(map(sum, found.values())), sum(map(len, found.values()))
+        self._note_handed(list(found.values()), passes)
         self._several.append(self._passes > 1)
         times = {
             name: len(found.get(name, ())) / passes / usual for name, usual in self._profiled.items() if self._passes
@@ -158,6 +159,20 @@ class UnitCalls:
             return max(most, math.ceil(self.usual * max(sizes, default=0.0)))
         self._usual_bytes.update((name, float(sum(own))) for name, own in found.items() if sum(own))
         return max(most, 1)
+
+    def _note_handed(self, found: list[list[int]], passes: int) -> None:
+        """Record what units were handed.
+
+        Args:
+            found: the bytes of each call, by unit.
+            passes: the number of forward passes.
+        """
+        self.handed, self.handed_calls = [sum(map(sum, found))], math.ceil(sum(map(len, found)) / passes)
+        if any(len(own) % passes for own in found):
+            return
+        # Each pass called a unit as often as every other one did.
+        parts = [(own, len(own) // passes) for own in found]
+        self.handed = [sum(sum(own[n * each : (n + 1) * each]) for own, each in parts) for n in range(passes)]
 
     def note(self, step: int, calls: int, needs: float | None = None) -> None:
         """Record a step.
