@@ -137,6 +137,59 @@ def test_blocks_in_turns_are_units():
     ]
 
 
+class DenseBlock(nn.ModuleDict):
+    """A dictionary of layers that runs them itself, as in torchvision's DenseNet."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__({f"layer{index}": Residual() for index in range(layers)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.values():
+            x = layer(x)
+        return x
+
+
+def test_layers_of_a_dense_net_are_units():
+    stages = {"conv": nn.Conv2d(1, 2, 1), "dense0": DenseBlock(3), "pool": nn.AvgPool2d(2), "dense1": DenseBlock(2)}
+    model = nn.Module()
+    model.features = nn.Sequential()
+    for name, stage in stages.items():
+        model.features.add_module(name, stage)
+    expected = [f"features.dense{stage}.layer{layer}" for stage, n in enumerate((3, 2)) for layer in range(n)]
+    assert names(find_units(model), recomputable=True) == expected
+    assert names(find_units(model), recomputable=False) == ["features.conv"]
+
+
+def test_blocks_in_dictionaries_within_a_list_are_units():
+    class Mixer(Residual):
+        pass
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList(
+        nn.ModuleDict({"norm": nn.LayerNorm(2), "mixer": Mixer(), "feed": Residual()}) for _ in range(2)
+    )
+    expected = [f"blocks.{block}.{part}" for block in range(2) for part in ("mixer", "feed")]
+    assert names(find_units(model), recomputable=True) == expected
+
+
+def test_single_layers_in_a_dictionary_are_not_worth_recomputing():
+    parts = {"tokens": nn.Embedding(5, 2), "places": nn.Embedding(5, 2), "blocks": nn.ModuleList([A(), A()])}
+    model = nn.Module()
+    model.transformer = nn.ModuleDict(parts)
+    assert names(find_units(model), recomputable=True) == ["transformer.blocks.0", "transformer.blocks.1"]
+
+
+def test_towers_in_a_dictionary_are_searched_for_their_blocks():
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Residual() for _ in range(2))
+
+    model = nn.ModuleDict({"image": Tower(), "text": Tower()})
+    expected = [f"{tower}.blocks.{block}" for tower in ("image", "text") for block in range(2)]
+    assert names(find_units(model), recomputable=True) == expected
+
+
 def test_stages_in_turns_are_searched_for_their_blocks():
     class Stage(nn.Module):
         def __init__(self) -> None:
@@ -265,7 +318,9 @@ class B(A):
 
 modules = st.recursive(
     st.sampled_from([A, B, nn.ReLU, lambda: nn.Linear(1, 1)]),
-    lambda children: st.tuples(st.sampled_from([nn.Sequential, nn.ModuleList]), st.lists(children, max_size=4)),
+    lambda children: st.tuples(
+        st.sampled_from([nn.Sequential, nn.ModuleList, nn.ModuleDict]), st.lists(children, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -275,12 +330,14 @@ def built(tree: object) -> nn.Module:
         return tree()
     kind, children = tree
     members = [built(child) for child in children]
+    if kind is nn.ModuleDict:
+        return nn.ModuleDict({str(place): member for place, member in enumerate(members)})
     return nn.Sequential(*members) if kind is nn.Sequential else nn.ModuleList(members)
 
 
 def list_around(model: nn.Module, name: str) -> nn.Module:
     """Return the outermost of the lists in one another that hold a module; the module itself if none does."""
-    while isinstance(model.get_submodule(parent := name.rpartition(".")[0]), nn.ModuleList):
+    while isinstance(model.get_submodule(parent := name.rpartition(".")[0]), nn.ModuleList | nn.ModuleDict):
         name = parent
     return model.get_submodule(name)
 
