@@ -48,14 +48,15 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
     ``Sequential``, gives units with precision and storage. A sibling that is itself a container with such a
     run inside (a stage of a ResNet) is searched instead. Blocks that come in turns (attention and feed-forward
     networks) in a ``ModuleList`` or a ``ModuleDict``, or in those within it, are such units as well, if two or more
-    have the same class.
+    have the same class. Only a model that has none of these is searched for two or more of a kind among the blocks
+    that a module holds as its attributes (``down1`` and ``down2`` of a U-Net).
     The largest remaining subtrees with parameters and without units (embedding, stem, head) become units with
     precision only; the model itself is never a unit. A module with several names is one unit, under its first name.
     """
     recomputable: list[str] = []
     taken: set[nn.Module] = set()
     found: set[nn.Module] = set()
-    for name, module in _runs(model, ""):
+    for name, module in list(_runs(model, "")) or _held(model, ""):
         if module not in taken and found.isdisjoint(module.modules()):
             recomputable.append(name)
             taken.update(module.modules())
@@ -149,6 +150,29 @@ def _in_turns(module: nn.Module) -> list[nn.Module]:
     found = [one for one in _members(module) if _num_layers(one) >= 2 and not _is_sequence(one)]
     kinds = Counter(map(type, found))
     return [one for one in found if kinds[type(one)] >= 2 and not any(True for _ in _runs(one, ""))]
+
+
+def _held(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost blocks of two or more layers of which a module holds two or more of a kind as attributes.
+
+    Args:
+        module: the module to search.
+        prefix: the module's name.
+    """
+    blocks = {_join(prefix, key): child for key, child in module.named_children() if _num_layers(child) >= 2}
+    kinds = Counter(map(_kind, blocks.values()))
+    for name, child in blocks.items():
+        if kinds[_kind(child)] >= 2 and _is_callable(child):
+            yield name, child
+        else:
+            yield from _held(child, name)
+
+
+def _kind(module: nn.Module) -> tuple[type, ...]:
+    """Return a module's class, and the classes of the members of a ``Sequential``."""
+    from torch import nn
+
+    return (type(module), *map(type, module if isinstance(module, nn.Sequential) else ()))
 
 
 def _num_layers(module: nn.Module) -> int:

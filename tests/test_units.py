@@ -179,6 +179,42 @@ def test_single_layers_in_a_dictionary_are_not_worth_recomputing():
     assert names(find_units(model), recomputable=True) == ["transformer.blocks.0", "transformer.blocks.1"]
 
 
+class Net(nn.Module):
+    """A module that holds others as attributes."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+class Down(Net):
+    pass
+
+
+def doubled(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(2, width, 1), nn.ReLU(), nn.Conv2d(width, 2, 1), nn.ReLU())
+
+
+def test_blocks_that_are_attributes_are_units_of_a_model_without_lists():
+    model = Net(stem=doubled(2), down1=Down(a=doubled(2)), down2=Down(a=doubled(4)), up=Net(b=doubled(2)))
+    assert names(find_units(model), recomputable=True) == ["down1", "down2"]
+    assert names(find_units(model), recomputable=False) == ["stem", "up"]
+    listed = nn.Sequential(model, nn.Sequential(A(), A()))
+    assert names(find_units(listed), recomputable=True) == ["1.0", "1.1"]
+
+
+def test_sequentials_that_are_attributes_are_units_if_they_are_alike():
+    head = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Flatten(), nn.Linear(2, 2))
+    assert names(find_units(Net(one=doubled(2), two=doubled(3), head=head)), recomputable=True) == ["one", "two"]
+    assert not names(find_units(Net(features=doubled(2), head=head)), recomputable=True)
+
+
 def test_towers_in_a_dictionary_are_searched_for_their_blocks():
     class Tower(nn.Module):
         def __init__(self) -> None:
@@ -358,7 +394,8 @@ def test_units_of_any_module_tree_are_disjoint_and_contain_every_parameter_once(
             position = [name for name, _ in siblings].index(key)
             neighbours = [child for _, child in siblings[max(position - 1, 0) : position + 2]]
             kind = type(model.get_submodule(unit.name))
-            in_turns = sum(type(child) is kind for child in list_around(model, unit.name).modules())
+            around = [*list_around(model, unit.name).modules(), *(child for _, child in siblings)]
+            in_turns = sum(type(child) is kind for child in set(around))
             assert sum(type(child) is kind for child in neighbours) >= 2 or in_turns >= 2
 
 
