@@ -47,14 +47,16 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
     Every outermost run of two or more neighbouring siblings of one class, in a ``ModuleList`` or a
     ``Sequential``, gives units with precision and storage. A sibling that is itself a container with such a
     run inside (a stage of a ResNet) is searched instead. Blocks that come in turns (attention and feed-forward
-    networks) in a ``ModuleList``, or in lists within it, are such units as well, if two or more have the same class.
+    networks) in a ``ModuleList`` or a ``ModuleDict``, or in those within it, are such units as well, if two or more
+    have the same class. Only a model that has none of these is searched for two or more of a kind among the blocks
+    that a module holds as its attributes (``down1`` and ``down2`` of a U-Net).
     The largest remaining subtrees with parameters and without units (embedding, stem, head) become units with
     precision only; the model itself is never a unit. A module with several names is one unit, under its first name.
     """
     recomputable: list[str] = []
     taken: set[nn.Module] = set()
     found: set[nn.Module] = set()
-    for name, module in _runs(model, ""):
+    for name, module in list(_runs(model, "")) or _held(model, ""):
         if module not in taken and found.isdisjoint(module.modules()):
             recomputable.append(name)
             taken.update(module.modules())
@@ -119,17 +121,20 @@ def _runs(module: nn.Module, prefix: str, turns: Collection[nn.Module] = ()) -> 
     Args:
         module: the module to search.
         prefix: the module's name.
-        turns: the blocks that come in turns in the lists around it.
+        turns: the blocks that come in turns in the containers around it.
     """
+    from torch import nn
+
     children = [(_join(prefix, key), child) for key, child in module.named_children()]
     if not _is_sequence(module):
         for name, child in children:
             yield from _runs(child, name)
         return
     turns = {*turns, *_in_turns(module)}
+    is_ordered = not isinstance(module, nn.ModuleDict)
     for _, group in groupby(children, key=lambda item: type(item[1])):
         run = list(group)
-        if len(run) >= 2 and not any(_opens(child) for _, child in run):
+        if is_ordered and len(run) >= 2 and not any(_opens(child) for _, child in run):
             # Consecutive activations or dropouts are not worth tuning.
             yield from ((name, child) for name, child in run if _has_parameters(child))
         else:
@@ -138,7 +143,7 @@ def _runs(module: nn.Module, prefix: str, turns: Collection[nn.Module] = ()) -> 
 
 
 def _in_turns(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a ``ModuleList``, and of lists within it, of whose class there are two or more.
+    """Return the blocks of a list or dictionary, and of those within it, of whose class there are two or more.
 
     A block has two or more layers, and no run inside: a stage with one is searched instead.
     """
@@ -147,24 +152,52 @@ def _in_turns(module: nn.Module) -> list[nn.Module]:
     return [one for one in found if kinds[type(one)] >= 2 and not any(True for _ in _runs(one, ""))]
 
 
+def _held(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost blocks of two or more layers of which a module holds two or more of a kind as attributes.
+
+    Args:
+        module: the module to search.
+        prefix: the module's name.
+    """
+    blocks = {_join(prefix, key): child for key, child in module.named_children() if _num_layers(child) >= 2}
+    kinds = Counter(map(_kind, blocks.values()))
+    for name, child in blocks.items():
+        if kinds[_kind(child)] >= 2 and _is_callable(child):
+            yield name, child
+        else:
+            yield from _held(child, name)
+
+
+def _kind(module: nn.Module) -> tuple[type, ...]:
+    """Return a module's class, and the classes of the members of a ``Sequential``."""
+    from torch import nn
+
+    return (type(module), *map(type, module if isinstance(module, nn.Sequential) else ()))
+
+
 def _num_layers(module: nn.Module) -> int:
     """Return the number of modules that have parameters of their own."""
     return sum(any(True for _ in part.parameters(recurse=False)) for part in module.modules())
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in a ``ModuleList`` and in lists within it."""
+    """Yield the modules in a list or dictionary, and in those within it."""
     from torch import nn
 
-    for child in module.children() if isinstance(module, nn.ModuleList) else ():
-        yield from _members(child) if isinstance(child, nn.ModuleList) else (child,)
+    for child in module.children() if isinstance(module, nn.ModuleList | nn.ModuleDict) else ():
+        yield from _members(child) if _only_holds(child) else (child,)
 
 
 def _opens(module: nn.Module) -> bool:
     """Return whether a sibling is a container to look into, not a unit."""
+    return _only_holds(module) or (_is_sequence(module) and any(True for _ in _runs(module, "")))
+
+
+def _only_holds(module: nn.Module) -> bool:
+    """Return whether a module is a container that is not called itself."""
     from torch import nn
 
-    return isinstance(module, nn.ModuleList) or (_is_sequence(module) and any(True for _ in _runs(module, "")))
+    return isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and not _is_callable(module))
 
 
 def _remainders(module: nn.Module, prefix: str, taken: set[nn.Module]) -> Iterator[str]:
@@ -190,7 +223,7 @@ def _remainders(module: nn.Module, prefix: str, taken: set[nn.Module]) -> Iterat
 def _is_sequence(module: nn.Module) -> bool:
     from torch import nn
 
-    return isinstance(module, nn.ModuleList | nn.Sequential)
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
 
 def _is_callable(module: nn.Module) -> bool:

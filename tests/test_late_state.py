@@ -575,6 +575,26 @@ class OfATable(Ending):
         return self.table["tried"](y)
 
 
+class Collected(Ending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.collecting = early_ends.Collecting()
+
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        return self.collecting(y)
+
+
+class CollectedAsText(Collected):
+    def __init__(self) -> None:
+        super().__init__()
+        self.collecting = early_ends.CollectingTexts()
+
+
+class ByAGroup(Ending):
+    def end(self, y: torch.Tensor) -> torch.Tensor:
+        return early_ends.of_a_group_or_else(y)
+
+
 class ByAContextVariable(Ending):
     def end(self, y: torch.Tensor) -> torch.Tensor:
         return early_ends.doubled(y)
@@ -603,6 +623,9 @@ class InAFunctionWithin(Ending):
         NamedByAnAttribute,
         RetriedByAnAttribute,
         OfATable,
+        Collected,
+        CollectedAsText,
+        ByAGroup,
         ByAContextVariable,
         InAFunctionWithin,
     ],

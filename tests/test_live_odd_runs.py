@@ -309,6 +309,28 @@ def test_module_added_next_to_the_units_changes_nothing() -> None:
     run.tuner.detach()
 
 
+def leave_out(run: Run, number: int) -> None:
+    """Call no block in the first step, the first one in the second, and one more in each third step after it."""
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        x = run.model.embedding(tokens)
+        for block in list(run.model.blocks)[: (number + 2) // 3]:
+            x = block(x)
+        return run.model.head(x)
+
+    run.model.forward = forward
+
+
+def test_units_that_the_first_steps_leave_out_are_recomputed() -> None:
+    run = Run(policy="exact", memory_budget_bytes=1)
+    assert_same(run.train(24, each=leave_out), Run().train(24, each=leave_out))
+    assert run.tuner is not None
+    assert not any(name.startswith("blocks") for name in run.tuner.locks)
+    assert all(count > 0 for count in recomputations(run.model).values())
+    assert len(run.tuner.plan.recomputed) == 4
+    run.tuner.detach()
+
+
 def wrap(run: Run, number: int) -> None:
     if number == 8:
         for block in run.model.blocks:

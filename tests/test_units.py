@@ -137,6 +137,95 @@ def test_blocks_in_turns_are_units():
     ]
 
 
+class DenseBlock(nn.ModuleDict):
+    """A dictionary of layers that runs them itself, as in torchvision's DenseNet."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__({f"layer{index}": Residual() for index in range(layers)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.values():
+            x = layer(x)
+        return x
+
+
+def test_layers_of_a_dense_net_are_units():
+    stages = {"conv": nn.Conv2d(1, 2, 1), "dense0": DenseBlock(3), "pool": nn.AvgPool2d(2), "dense1": DenseBlock(2)}
+    model = nn.Module()
+    model.features = nn.Sequential()
+    for name, stage in stages.items():
+        model.features.add_module(name, stage)
+    expected = [f"features.dense{stage}.layer{layer}" for stage, n in enumerate((3, 2)) for layer in range(n)]
+    assert names(find_units(model), recomputable=True) == expected
+    assert names(find_units(model), recomputable=False) == ["features.conv"]
+
+
+def test_blocks_in_dictionaries_within_a_list_are_units():
+    class Mixer(Residual):
+        pass
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList(
+        nn.ModuleDict({"norm": nn.LayerNorm(2), "mixer": Mixer(), "feed": Residual()}) for _ in range(2)
+    )
+    expected = [f"blocks.{block}.{part}" for block in range(2) for part in ("mixer", "feed")]
+    assert names(find_units(model), recomputable=True) == expected
+
+
+def test_single_layers_in_a_dictionary_are_not_worth_recomputing():
+    parts = {"tokens": nn.Embedding(5, 2), "places": nn.Embedding(5, 2), "blocks": nn.ModuleList([A(), A()])}
+    model = nn.Module()
+    model.transformer = nn.ModuleDict(parts)
+    assert names(find_units(model), recomputable=True) == ["transformer.blocks.0", "transformer.blocks.1"]
+
+
+class Net(nn.Module):
+    """A module that holds others as attributes."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+class Down(Net):
+    pass
+
+
+def doubled(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(2, width, 1), nn.ReLU(), nn.Conv2d(width, 2, 1), nn.ReLU())
+
+
+def test_blocks_that_are_attributes_are_units_of_a_model_without_lists():
+    model = Net(stem=doubled(2), down1=Down(a=doubled(2)), down2=Down(a=doubled(4)), up=Net(b=doubled(2)))
+    assert names(find_units(model), recomputable=True) == ["down1", "down2"]
+    assert names(find_units(model), recomputable=False) == ["stem", "up"]
+    listed = nn.Sequential(model, nn.Sequential(A(), A()))
+    assert names(find_units(listed), recomputable=True) == ["1.0", "1.1"]
+
+
+def test_sequentials_that_are_attributes_are_units_if_they_are_alike():
+    head = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Flatten(), nn.Linear(2, 2))
+    assert names(find_units(Net(one=doubled(2), two=doubled(3), head=head)), recomputable=True) == ["one", "two"]
+    assert not names(find_units(Net(features=doubled(2), head=head)), recomputable=True)
+
+
+def test_towers_in_a_dictionary_are_searched_for_their_blocks():
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Residual() for _ in range(2))
+
+    model = nn.ModuleDict({"image": Tower(), "text": Tower()})
+    expected = [f"{tower}.blocks.{block}" for tower in ("image", "text") for block in range(2)]
+    assert names(find_units(model), recomputable=True) == expected
+
+
 def test_stages_in_turns_are_searched_for_their_blocks():
     class Stage(nn.Module):
         def __init__(self) -> None:
@@ -265,7 +354,9 @@ class B(A):
 
 modules = st.recursive(
     st.sampled_from([A, B, nn.ReLU, lambda: nn.Linear(1, 1)]),
-    lambda children: st.tuples(st.sampled_from([nn.Sequential, nn.ModuleList]), st.lists(children, max_size=4)),
+    lambda children: st.tuples(
+        st.sampled_from([nn.Sequential, nn.ModuleList, nn.ModuleDict]), st.lists(children, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -275,12 +366,14 @@ def built(tree: object) -> nn.Module:
         return tree()
     kind, children = tree
     members = [built(child) for child in children]
+    if kind is nn.ModuleDict:
+        return nn.ModuleDict({str(place): member for place, member in enumerate(members)})
     return nn.Sequential(*members) if kind is nn.Sequential else nn.ModuleList(members)
 
 
 def list_around(model: nn.Module, name: str) -> nn.Module:
     """Return the outermost of the lists in one another that hold a module; the module itself if none does."""
-    while isinstance(model.get_submodule(parent := name.rpartition(".")[0]), nn.ModuleList):
+    while isinstance(model.get_submodule(parent := name.rpartition(".")[0]), nn.ModuleList | nn.ModuleDict):
         name = parent
     return model.get_submodule(name)
 
@@ -301,7 +394,8 @@ def test_units_of_any_module_tree_are_disjoint_and_contain_every_parameter_once(
             position = [name for name, _ in siblings].index(key)
             neighbours = [child for _, child in siblings[max(position - 1, 0) : position + 2]]
             kind = type(model.get_submodule(unit.name))
-            in_turns = sum(type(child) is kind for child in list_around(model, unit.name).modules())
+            around = [*list_around(model, unit.name).modules(), *(child for _, child in siblings)]
+            in_turns = sum(type(child) is kind for child in set(around))
             assert sum(type(child) is kind for child in neighbours) >= 2 or in_turns >= 2
 
 

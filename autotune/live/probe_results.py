@@ -6,7 +6,7 @@ import torch
 
 from autotune.live.step_uses import Probing
 
-# Steps after which uncalled units are locked: one step may leave out a unit by chance.
+# Steps in a row without a call of a further unit after which uncalled units are locked: chance may leave out units.
 _STEPS = 4
 _UNCALLED = "it was not called in the first steps, or not as a module (is the whole model compiled, or a copy trained?)"
 _UNTRAINED = "it was only called without gradients, and keeps nothing"
@@ -39,7 +39,6 @@ class ProbeResults:
         Returns:
             The reasons against the recomputation of units, by unit.
         """
-        self._steps += 1
         self.uncalled = []
         locks = {}
         for name, probe in use.probes.items():
@@ -52,8 +51,8 @@ class ProbeResults:
             elif probe.calls == 0:
                 self.uncalled.append(name)
                 self._untrained |= {name} if probe.runs_untrained else set()
-        none_called = self._steps == 1 and len(self.uncalled) == len(use.probes)
-        if none_called or self._steps == _STEPS:
+        self._steps = self._steps + 1 if len(self.uncalled) == len(use.probes) else 1
+        if self._steps == _STEPS:
             locks |= {name: _UNTRAINED if name in self._untrained else _UNCALLED for name in self.uncalled}
             self.uncalled = []
         return locks

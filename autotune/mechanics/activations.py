@@ -170,7 +170,8 @@ class _Again(AbstractContextManager[None]):
         if any(part._buffers for part in parts):
             self.buffers, self.constants = copy_buffers(module), constants_of(module)
         self._flags = ambient.flags()
-        self._entered: list[ExitStack] = []
+        # For each body that is running: what undoes its changes, and an item once checkpoint has ended it.
+        self._entered: list[tuple[ExitStack, list[None]]] = []
 
     @property
     def runs(self) -> bool:
@@ -281,22 +282,22 @@ class _Again(AbstractContextManager[None]):
             stack.enter_context(self._buffers_as_they_were())
         # Autograd keeps leaves themselves, so that a backward pass computes with the data that they have at its time.
         leaves = {id(one): data for one, data in present if one.is_leaf}
-        stack.enter_context(seeing_saved(lambda tensor: leaves.get(id(tensor), tensor)))
+        ends: list[None] = []
+        stack.enter_context(seeing_saved(lambda one: leaves.get(id(one), one), functools.partial(ends.append, None)))
         if self.repeats is not None:
             stack.callback(self.recomputation.take, self.repeats)
             stack.enter_context(self.repeats.again())
-        self._entered.append(stack)
+        self._entered.append((stack, ends))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self._entered.pop().close()
-        # An interrupt may come at any time, and is the user's.
-        if not isinstance(error, Exception) or isinstance(error, _StopRecomputationError):
-            return False
-        if not _comes_of_the_end(error):
+        stack, ends = self._entered.pop()
+        stack.close()
+        if not ends or isinstance(error, _StopRecomputationError):
             return False
         # The unit's code has caught the exception by which checkpoint ends: there is nothing left to recompute.
         self.recomputation.run_to_the_end()
-        return True
+        # An interrupt may come at any time, and is the user's.
+        return isinstance(error, Exception)
 
     def _buffers_as_they_were(self) -> AbstractContextManager[None]:
         """Return a context that runs its body on copies of the buffers."""
@@ -308,7 +309,7 @@ class _Again(AbstractContextManager[None]):
 
 
 # Operations, and pairs of them, of code that catches errors by their class or at all, or writes to what is outside.
-_UNDONE_LATER = {"CHECK_EXC_MATCH", "STORE_GLOBAL", ("PUSH_EXC_INFO", "POP_TOP")}
+_UNDONE_LATER = {"CHECK_EXC_MATCH", "CHECK_EG_MATCH", "STORE_GLOBAL", ("PUSH_EXC_INFO", "POP_TOP")}
 _UNDONE_LATER |= {
     (load, then) for load in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR") for then in ("STORE_ATTR", "COPY")
 }
@@ -366,19 +367,6 @@ def _is_a(value: Any, *kinds: type) -> bool:
 
 def _is_torchs(found: type | FunctionType) -> bool:
     return (found.__module__ or "").partition(".")[0] in ("torch", "builtins")
-
-
-def _comes_of_the_end(error: BaseException) -> bool:
-    """Return whether an exception was raised in place of the one by which checkpoint ends a recomputation."""
-    met, waiting = set[int](), [error]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, _StopRecomputationError):
-            return True
-        met.add(id(one))
-        waiting += [cause for cause in (one.__cause__, one.__context__) if cause is not None and id(cause) not in met]
-    # Once it was swallowed, checkpoint refuses to save anything more.
-    return isinstance(error, AssertionError) and "early_stop" in str(error)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import _StopRecomputationError
 
 from autotune.mechanics.buffers import version_of
 
@@ -114,18 +115,33 @@ def yielding_saved_hooks(pack: Pack, gave_way: Callable[[], None]) -> Iterator[N
 
 
 @contextmanager
-def seeing_saved(see: Pack) -> Iterator[None]:
+def seeing_saved(see: Pack, at_end: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Pass each tensor that autograd saves while the body runs to a function, and then to the active hooks, if any.
 
     Args:
         see: function that receives the tensor and returns the one for the hooks.
+        at_end: function that is called when the hooks, which are a checkpoint's, raise to end its recomputation.
     """
     top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     if top is None:
         yield
         return
     pack, unpack = top
-    with saved_tensors_hooks(lambda tensor: pack(see(tensor)), unpack):
+    has_ended = False
+
+    def packed(tensor: torch.Tensor) -> Any:
+        nonlocal has_ended
+        if has_ended:
+            # The body has caught the exception and goes on, though a checkpoint refuses to save anything more.
+            return tensor.detach()
+        try:
+            return pack(see(tensor))
+        except _StopRecomputationError:
+            has_ended = True
+            at_end()
+            raise
+
+    with saved_tensors_hooks(packed, unpack):
         yield
 
 
