@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -175,17 +175,6 @@ def parse_json(text: str, *, where: str, bits: int = 64) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InputError(f"contains a {type(document).__name__}", where=where, allowed="one JSON object")
     return document
-
-
-def refuse_unknown_keys(document: Mapping[str, object], known: frozenset[str], *, where: str) -> None:
-    """Raise for the first key that the schema does not have.
-
-    Raises:
-        InputError: naming the key and the known ones.
-    """
-    unknown = sorted(set(document) - known)
-    if unknown:
-        raise InputError(f"unknown key {unknown[0]!r}", where=where, allowed=sorted(known))
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
