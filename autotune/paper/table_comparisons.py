@@ -130,21 +130,7 @@ class Campaign:
         reporter.stage(
             f"{job.name}: {len(arms)} arms on {len(seeds)} seeds, {samples} samples each", len(arms) * len(seeds)
         )
-        finished: set[tuple[str, int]] = set()
-
-        def on_progress(arm: str, seed: int, share: float) -> None:
-            if share >= 1:
-                finished.add((arm, seed))
-            reporter.advance(len(finished) + (share if share < 1 else 0), f"{arm}, seed {seed}")
-
-        return comparison.compare(
-            job,
-            arms,
-            protocol,
-            device=device_name(),
-            journal=self.journal,
-            on_progress=on_progress,
-        )
+        return comparison.compare(job, arms, protocol, device=device_name(), journal=self.journal, reporter=reporter)
 
     def _horizon(self, experiment: Experiment) -> int:
         """Return the samples of every run, enough for the baseline with and without a learning-rate schedule.
