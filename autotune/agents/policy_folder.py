@@ -28,7 +28,7 @@ from autotune.agents.scratch_network import Layout, LearnedPolicy, PolicyNetwork
 from autotune.agents.shipped_network import LeverNetwork
 from autotune.catalog import content_folder
 from autotune.choices import USUAL_PRECISIONS
-from autotune.errors import InputError, PolicyFileError
+from autotune.errors import PolicyFileError, raised_as
 from autotune.gym import levers
 from autotune.gym.observation import FEATURE_VERSION, GLOBAL_FEATURES, UNIT_FEATURES
 from autotune.io.documents import shown, validated
@@ -234,10 +234,8 @@ def manifest_sha256(document: Mapping[str, Any]) -> str:
 
 
 def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
-    try:
+    with raised_as(PolicyFileError):
         document = read_json(path, limit_bytes=2**16, follow=False)
-    except InputError as error:
-        raise PolicyFileError(error.problem, where=str(path), allowed=error.allowed) from error
     kind = document.get("kind")
     if not isinstance(kind, str) or kind not in _SCHEMAS:
         raise PolicyFileError(f"kind is {shown(kind)}", where=str(path), allowed=sorted(_SCHEMAS))
@@ -261,10 +259,8 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
 
 
 def _read_weights(path: Path, manifest: _Manifest) -> bytes:
-    try:
+    with raised_as(PolicyFileError):
         weights = read_bytes(path, limit_bytes=manifest.weights_bytes, follow=False)
-    except InputError as error:
-        raise PolicyFileError(error.problem, where=str(path), allowed=error.allowed) from error
     if len(weights) != manifest.weights_bytes:
         raise PolicyFileError(
             f"the file has {len(weights)} bytes", where=str(path), allowed=str(manifest.weights_bytes)
