@@ -110,6 +110,7 @@ RanksOption = Annotated[
         "--ranks", min=1, max=256, help="With deepspeed or fsdp2: number of ranks on this machine (default 2)."
     ),
 ]
+ZeroStageOption = Annotated[str, typer.Option("--zero-stage", help="With deepspeed: ZeRO stage 0, 1, 2 or 3.")]
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--ds-config", callback=input_path, help="With deepspeed: your own configuration (JSON file)."),
