@@ -8,8 +8,6 @@ gives the same answer to a fixed probe as when it was saved.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,7 +30,7 @@ from autotune.errors import PolicyFileError, raised_as
 from autotune.gym import levers
 from autotune.gym.observation import FEATURE_VERSION, GLOBAL_FEATURES, UNIT_FEATURES
 from autotune.io.documents import shown, validated
-from autotune.io.files import parse_json, read_bytes, read_json, write_atomic, write_json
+from autotune.io.files import parse_json, read_bytes, read_json, sealed, write_atomic, write_json
 from autotune.simulator.planner_settings import LARGEST, Costs, Dips, PlannerSettings
 
 MANIFEST, WEIGHTS, CARD = "manifest.json", "policy.safetensors", "README.md"
@@ -223,14 +221,7 @@ def _save(folder: Path, network: nn.Module, manifest: _Manifest, card: str) -> N
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / WEIGHTS, _weights(network))
     write_atomic(folder / CARD, card)
-    document = manifest.model_dump()
-    write_json(folder / MANIFEST, document | {"manifest_sha256": manifest_sha256(document)})
-
-
-def manifest_sha256(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest without its own hash; it detects damage but does not authenticate the author."""
-    said = {key: value for key, value in document.items() if key != "manifest_sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    write_json(folder / MANIFEST, sealed(manifest.model_dump(), "manifest_sha256"))
 
 
 def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
@@ -241,7 +232,7 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
         raise PolicyFileError(f"kind is {shown(kind)}", where=str(path), allowed=sorted(_SCHEMAS))
     model: type[_PlanManifest | _LeverManifest] = _LeverManifest if kind == "levers" else _PlanManifest
     manifest = validated(model, document, where=str(path), error=PolicyFileError)
-    if manifest.manifest_sha256 != manifest_sha256(document):
+    if document != sealed(document, "manifest_sha256"):
         raise PolicyFileError(
             "the manifest's SHA-256 is not the one it contains", where=str(path), allowed="what was saved"
         )

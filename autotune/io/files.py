@@ -7,12 +7,13 @@ Files from other people are read only here: they may be pipes, endless devices, 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -241,6 +242,17 @@ def write_json(path: Path, document: object) -> None:
         ValueError: if the document contains a number that is not finite.
     """
     write_atomic(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def json_sha256(document: object) -> str:
+    """Return the SHA-256 of a JSON document, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a document in which a key has the SHA-256 of the others; it shows damage, and proves no author."""
+    others = {name: value for name, value in document.items() if name != key}
+    return others | {key: json_sha256(others)}
 
 
 def append_json_line(path: Path, document: object) -> None:
