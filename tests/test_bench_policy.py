@@ -275,7 +275,7 @@ def test_every_network_of_a_training_run_is_evaluated(tmp_path: Path) -> None:
         (tmp_path / f"seed-{seed}.safetensors").write_bytes((folder / "policy.safetensors").read_bytes())
     assert list(load_judged(folder, tmp_path).networks) == ["seed-0", "seed-1"]
     (tmp_path / "seed-1.safetensors").write_bytes(b"nothing")
-    with pytest.raises(PolicyFileError, match="is not a network's weights"):
+    with pytest.raises(PolicyFileError, match="is not safetensors"):
         load_judged(folder, tmp_path)
 
 
