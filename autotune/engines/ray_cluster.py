@@ -15,6 +15,7 @@ from typing import Any
 
 from autotune import extras
 from autotune.errors import InputError, WorkerLostError
+from autotune.io.documents import document
 from autotune.io.environment_variables import variable
 from autotune.io.scratch import ScratchFolder
 
@@ -35,7 +36,7 @@ _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _SHORT = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@document
 class ClusterOptions:
     """The cluster on which workers run.
 

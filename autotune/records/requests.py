@@ -60,19 +60,6 @@ class Ranks:
 
 
 @document
-class Cluster:
-    """A Ray cluster; see :class:`autotune.engines.ray_cluster.ClusterOptions`."""
-
-    address: Text
-    cores: Annotated[int, Interval(ge=1, le=4096)] = 1
-
-    @classmethod
-    def of(cls, options: ClusterOptions | None) -> Cluster | None:
-        """Return the recorded form of a cluster's options."""
-        return None if options is None else cls(**asdict(options))
-
-
-@document
 class SearchOptions:
     """Options of every search; see :func:`autotune.tune` for what they mean.
 
@@ -108,7 +95,7 @@ class Request(SearchOptions):
     job: Text | None
     isolate: bool = False
     ranks: Ranks | None = None
-    cluster: Cluster | None = None
+    cluster: ClusterOptions | None = None
     weights: Text | None = None
 
     @property
