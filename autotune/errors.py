@@ -20,7 +20,8 @@ Failures of a window (out of memory, a loss that is not finite, a crash) are not
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 # Most characters of a line that is shown to people.
 _LONGEST = 4000
@@ -105,6 +106,15 @@ class EngineError(AutotuneError, RuntimeError):
 
 class WorkerLostError(AutotuneError):
     """A worker on another machine was lost, together with its current window."""
+
+
+@contextmanager
+def raised_as(kind: type[InputError]) -> Iterator[None]:
+    """Raise the input errors of the body as errors of another kind, with the same text."""
+    try:
+        yield
+    except InputError as error:
+        raise kind(error.problem, where=error.where, allowed=error.allowed) from error
 
 
 def _suggestion(given: str, values: Sequence[str]) -> str:

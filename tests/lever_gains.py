@@ -1,4 +1,4 @@
-"""Measure how much time a policy that adjusts a planner saves over the planner alone."""
+"""Measure how much time a policy that adjusts a planner saves over the planner alone; and actions without effect."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autotune.gym.levers import Actions, Features
+from autotune.gym.levers import NEUTRAL, Actions, Features
 from autotune.gym.moving_env import MovingEnv
+
+
+def neutral_actions(lanes: int) -> Actions:
+    """Return actions that do not change the planner, shape (lanes, levers)."""
+    return np.tile(np.array(NEUTRAL, dtype=np.int64), (lanes, 1))
 
 
 def evaluate(env: MovingEnv, decide: Callable[[tuple[Features, Features]], Actions], rounds: int) -> list[float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lever_gains import neutral_actions
 
 from autotune.agents.planner_policy import Ranges
 from autotune.agents.policy_folder import LeverTraining, save_levers
@@ -22,7 +23,7 @@ from autotune.catalog import content_folder
 from autotune.choices import DEFAULT_STORAGES, STORAGES, Storage
 from autotune.cli.main import run
 from autotune.errors import InputError, PolicyFileError, RunDirectoryError
-from autotune.gym.levers import RUN_FEATURES, SIZES, Actions, Features, neutral_actions
+from autotune.gym.levers import RUN_FEATURES, SIZES, Actions, Features
 from autotune.gym.moving_env import MovingEnv
 from autotune.io.progress import Silent
 from autotune.simulator.moving_conditions import Strengths
@@ -274,7 +275,7 @@ def test_every_network_of_a_training_run_is_evaluated(tmp_path: Path) -> None:
         (tmp_path / f"seed-{seed}.safetensors").write_bytes((folder / "policy.safetensors").read_bytes())
     assert list(load_judged(folder, tmp_path).networks) == ["seed-0", "seed-1"]
     (tmp_path / "seed-1.safetensors").write_bytes(b"nothing")
-    with pytest.raises(PolicyFileError, match="is not a network's weights"):
+    with pytest.raises(PolicyFileError, match="is not safetensors"):
         load_judged(folder, tmp_path)
 
 

@@ -23,7 +23,6 @@ from autotune.io.files import (
     read_json,
     read_json_lines,
     read_text,
-    refuse_unknown_keys,
     require_plain,
     write_atomic,
     write_json,
@@ -310,9 +309,3 @@ def test_any_text_parses_or_gives_one_input_error(text: str):
     except InputError:
         return
     assert isinstance(document, dict)
-
-
-def test_first_unknown_key_is_named_with_the_known_ones():
-    with pytest.raises(InputError, match=r"^here: unknown key 'c' \(allowed: a, b\)$"):
-        refuse_unknown_keys({"a": 1, "d": 1, "c": 1}, frozenset({"b", "a"}), where="here")
-    refuse_unknown_keys({"a": 1}, frozenset({"a", "b"}), where="here")

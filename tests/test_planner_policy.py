@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_job
 import torch
+from lever_gains import neutral_actions
 from simulated_engine import SimulatedEngine
 from simulation import MOVING
 
@@ -24,7 +25,7 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, smallest, solve, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.engine import Engine
-from autotune.gym.levers import RUN_FEATURES, SIZES, UNIT_FEATURES, Actions, Features, Watch, neutral_actions
+from autotune.gym.levers import RUN_FEATURES, SIZES, UNIT_FEATURES, Actions, Features, Watch
 from autotune.gym.observation import Observation
 from autotune.measurement import Failure
 from autotune.plan import PlanSpace

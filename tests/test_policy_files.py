@@ -33,7 +33,6 @@ from autotune.agents.policy_folder import (
     WEIGHTS,
     LeverTraining,
     load_policy,
-    manifest_sha256,
     save_levers,
     shipped_policy,
 )
@@ -42,6 +41,7 @@ from autotune.catalog import load_job
 from autotune.cli.main import run
 from autotune.gym.levers import RUN_FEATURES, UNIT_FEATURES
 from autotune.gym.observation import Observation
+from autotune.io.files import sealed
 from autotune.plan import Plan
 from autotune.profiling.profile_cache import cached_profile
 from autotune.profiling.profiler import ProfilerOptions
@@ -265,7 +265,7 @@ def edit(folder: Path, **changes: object) -> None:
     document = {key: value for key, value in document.items() if value is not ...}
     if "manifest_sha256" not in changes:
         # A hash protects against damage, not against forgery.
-        document["manifest_sha256"] = manifest_sha256(document)
+        document = sealed(document, "manifest_sha256")
     (folder / MANIFEST).write_text(json.dumps(document))
 
 

@@ -31,7 +31,7 @@ from autotune.paper.error_analysis import early_share, gain_shares, kind_gains
 from autotune.paper.experiments import CONVOLUTION, SCALES, TRANSFORMER, Experiment
 from autotune.paper.rows import TableRow, over
 from autotune.paper.table_3_ablation import COMPONENTS, _length_note, component_arms, component_plans
-from autotune.paper.table_comparisons import Campaign, baseline_arm, missed, paper_arm, samples_needed, summarised
+from autotune.paper.table_comparisons import Campaign, missed, rule_arm, samples_needed, summarised
 from autotune.paper.tables_1_2_efficiency import tuned_arm
 from autotune.plan import Precision, Storage
 from autotune.profiling.operator_times import COMPUTE, MEMORY
@@ -210,7 +210,7 @@ def test_only_the_recipe_of_the_paper_has_a_schedule(tiny: None):
     task = experiments_module.SCALES["cpu"][TRANSFORMER]
     space = TorchEngine(task.job).space
     profile = lean_profile(task.job, device_name="here", options=ProfilerOptions.lean())
-    arms = [baseline_arm(task), paper_arm(task), tuned_arm(task, profile, 10**9)]
+    arms = [rule_arm("baseline", task.constant), rule_arm("paper", task.job), tuned_arm(task, profile, 10**9)]
     assert [arm.job.schedule is None for arm in arms] == [True, False, True]
     assert [arm.job.schedule is None for arm in component_arms(task, space)] == [True, True, True, False, False]
 
@@ -274,7 +274,7 @@ def test_runs_are_lengthened_until_every_arm_arrives_or_to_the_cap(
 ):
     task = experiments_module.SCALES["cpu"][TRANSFORMER]
     slow = replace(task.constant, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate))
-    arms = [baseline_arm(task), replace(baseline_arm(task), name="slow", job=slow)]
+    arms = [rule_arm("baseline", task.constant), replace(rule_arm("baseline", task.constant), name="slow", job=slow)]
 
     def raced(longest: int) -> dict:
         request = RunDirectory.create(tmp_path, "reproduce", f"table{longest}", {})

@@ -18,7 +18,7 @@ from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.cli.main import run
 from autotune.io.documents import validated
 from autotune.io.progress import Silent
-from autotune.records.requests import Cluster, CompareOptions, Ranks, TuneRequest, digest_of, recorded_address
+from autotune.records.requests import CompareOptions, Ranks, TuneRequest, digest_of, recorded_address
 
 OPTIONS: dict[str, Any] = {
     "memory_budget": "75%",
@@ -34,7 +34,7 @@ TUNE = TuneRequest(
     method="random",
     isolate=True,
     ranks=Ranks.of(RankOptions(count=3, zero_stage=2, config={"a": 1})),
-    cluster=Cluster.of(ClusterOptions(address="local:2", cores=4)),
+    cluster=ClusterOptions(address="local:2", cores=4),
     storage=recorded_address("postgresql://user@host:1/db"),
     weights="1,0,0.5",
     **OPTIONS,
@@ -102,7 +102,7 @@ def test_command_line_and_keyword_arguments_make_the_same_request(
     ("changes", "said"),
     [
         (
-            {"cluster": Cluster(address="local:2"), "ranks": Ranks(count=2, zero_stage=0)},
+            {"cluster": ClusterOptions(address="local:2"), "ranks": Ranks(count=2, zero_stage=0)},
             "--cluster cannot be combined",
         ),
         ({"steps": 1}, "--steps: steps is 1"),

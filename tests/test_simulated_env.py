@@ -8,11 +8,12 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
+from lever_gains import neutral_actions
 from stable_baselines3 import PPO
 
 from autotune.agents.recipe import read_recipe
 from autotune.errors import InputError
-from autotune.gym.levers import SIZES, levers_of, neutral_actions
+from autotune.gym.levers import SIZES, levers_of
 from autotune.gym.moving_env import MovingEnv
 from autotune.gym.simulated_env import SimulatedEnv, SimulatedVectorEnv
 from autotune.simulator.moving_conditions import RECORDED

@@ -20,7 +20,7 @@ from autotune.agents.peak_guess import PeakGuess
 from autotune.agents.priced_plans import PRICES, SHARES, PricedPlans
 from autotune.agents.recipe_space import Choice, Range, Space
 from autotune.agents.study_store import STORAGE_FILE, StudyStore
-from autotune.errors import AutotuneError, InputError, RunDirectoryError, first_line
+from autotune.errors import AutotuneError, RunDirectoryError, first_line, raised_as
 from autotune.gym.observation import Observation
 from autotune.gym.reward import overshoot
 from autotune.io.sqlite_files import require_own
@@ -399,10 +399,8 @@ def _opened(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     store = StudyStore.of(place)
     if isinstance(place, Path):
-        try:
+        with raised_as(RunDirectoryError):
             require_own(place / STORAGE_FILE)
-        except InputError as error:
-            raise RunDirectoryError(error.problem, where=error.where, allowed=error.allowed) from error
     with _using(store.where):
         storage = optuna.storages.RDBStorage(store.url, engine_kwargs=store.engine_options)
         study = optuna.create_study(

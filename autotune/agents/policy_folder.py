@@ -8,8 +8,6 @@ gives the same answer to a fixed probe as when it was saved.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,11 +26,11 @@ from autotune.agents.scratch_network import Layout, LearnedPolicy, PolicyNetwork
 from autotune.agents.shipped_network import LeverNetwork
 from autotune.catalog import content_folder
 from autotune.choices import USUAL_PRECISIONS
-from autotune.errors import InputError, PolicyFileError
+from autotune.errors import PolicyFileError, raised_as
 from autotune.gym import levers
 from autotune.gym.observation import FEATURE_VERSION, GLOBAL_FEATURES, UNIT_FEATURES
 from autotune.io.documents import shown, validated
-from autotune.io.files import parse_json, read_bytes, read_json, write_atomic, write_json
+from autotune.io.files import parse_json, read_bytes, read_json, sealed, write_atomic, write_json
 from autotune.simulator.planner_settings import LARGEST, Costs, Dips, PlannerSettings
 
 MANIFEST, WEIGHTS, CARD = "manifest.json", "policy.safetensors", "README.md"
@@ -223,27 +221,18 @@ def _save(folder: Path, network: nn.Module, manifest: _Manifest, card: str) -> N
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / WEIGHTS, _weights(network))
     write_atomic(folder / CARD, card)
-    document = manifest.model_dump()
-    write_json(folder / MANIFEST, document | {"manifest_sha256": manifest_sha256(document)})
-
-
-def manifest_sha256(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest without its own hash; it detects damage but does not authenticate the author."""
-    said = {key: value for key, value in document.items() if key != "manifest_sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    write_json(folder / MANIFEST, sealed(manifest.model_dump(), "manifest_sha256"))
 
 
 def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
-    try:
+    with raised_as(PolicyFileError):
         document = read_json(path, limit_bytes=2**16, follow=False)
-    except InputError as error:
-        raise PolicyFileError(error.problem, where=str(path), allowed=error.allowed) from error
     kind = document.get("kind")
     if not isinstance(kind, str) or kind not in _SCHEMAS:
         raise PolicyFileError(f"kind is {shown(kind)}", where=str(path), allowed=sorted(_SCHEMAS))
     model: type[_PlanManifest | _LeverManifest] = _LeverManifest if kind == "levers" else _PlanManifest
     manifest = validated(model, document, where=str(path), error=PolicyFileError)
-    if manifest.manifest_sha256 != manifest_sha256(document):
+    if document != sealed(document, "manifest_sha256"):
         raise PolicyFileError(
             "the manifest's SHA-256 is not the one it contains", where=str(path), allowed="what was saved"
         )
@@ -261,10 +250,8 @@ def _read_manifest(path: Path) -> _PlanManifest | _LeverManifest:
 
 
 def _read_weights(path: Path, manifest: _Manifest) -> bytes:
-    try:
+    with raised_as(PolicyFileError):
         weights = read_bytes(path, limit_bytes=manifest.weights_bytes, follow=False)
-    except InputError as error:
-        raise PolicyFileError(error.problem, where=str(path), allowed=error.allowed) from error
     if len(weights) != manifest.weights_bytes:
         raise PolicyFileError(
             f"the file has {len(weights)} bytes", where=str(path), allowed=str(manifest.weights_bytes)

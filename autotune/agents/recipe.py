@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from autotune.errors import InputError
 from autotune.io.documents import STRICT, validated
-from autotune.io.files import read_text
+from autotune.io.files import json_sha256, read_text
 from autotune.simulator.dip_families import FAMILIES
 from autotune.simulator.moving_conditions import Strengths
 from autotune.simulator.planner_settings import PlannerSettings
@@ -161,12 +160,12 @@ class Recipe:
     @property
     def strengths_sha256(self) -> str:
         """Return a SHA-256 of the strengths, which are fixed before training begins."""
-        return hashlib.sha256(json.dumps(asdict(self.strengths), sort_keys=True).encode()).hexdigest()
+        return json_sha256(asdict(self.strengths))
 
     @property
     def sha256(self) -> str:
         """Return a SHA-256 of the whole recipe."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        return json_sha256(self.to_json())
 
 
 def read_recipe(path: Path) -> Recipe:

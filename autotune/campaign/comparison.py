@@ -25,6 +25,7 @@ from autotune.engines.engine import Engine
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError
 from autotune.gym.observation import Observation
+from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
 from autotune.mechanics.devices import device_kind, fp32_arithmetic, fp32_computed_in, is_accelerator
@@ -192,7 +193,7 @@ def compare(
     device: str,
     tracker: Tracker | None = None,
     journal: Journal | None = None,
-    on_progress: Callable[[str, int, float], None] | None = None,
+    reporter: Reporter | None = None,
     intensity: Intensity | None = None,
     open_run: OpenRun = on_one_rank,
 ) -> dict[str, Any]:
@@ -205,22 +206,21 @@ def compare(
         device: name of the device.
         tracker: logs runs.
         journal: journal of finished runs, which are not repeated.
-        on_progress: called with the arm, the seed and the progress of the run, from 0 to 1.
+        reporter: shows how many runs are done.
         intensity: carbon intensity, to add the grams of CO2 of runs with known energy; ``None`` adds none.
         open_run: opens the engine of a run.
     """
     if tracker is not None:
         tracker.tags({"protocol_sha256": protocol.digest, "protocol": json.dumps(asdict(protocol))})
         tracker.settle(10.0)
-    journal, repetitions = journal or Journal(), Repetitions()
+    journal, repetitions, shows = journal or Journal(), Repetitions(), reporter or Silent()
     measure_peaks(device_kind())
     records: dict[str, list[RunRecord]] = {arm.name: [] for arm in arms}
     for index, seed in enumerate(protocol.seeds):
         # A B C, then C B A: a drift of the machine's speed affects all arms alike.
         for arm in arms if index % 2 == 0 else list(reversed(arms)):
-            run = functools.partial(
-                _undisturbed, arm.job or job, arm, seed, protocol, on_progress, repetitions, open_run
-            )
+            on_step = _step_shower(shows, sum(map(len, records.values())), arm, seed, protocol)
+            run = functools.partial(_undisturbed, arm.job or job, arm, seed, protocol, on_step, repetitions, open_run)
             found = journal.once({"run": arm.name, "seed": seed}, run, Run)
             record = RunRecord.from_json(found)
             for _, plan in record.plans:
@@ -231,19 +231,26 @@ def compare(
     return _document(job, arms, records, protocol, device, intensity)
 
 
+def _step_shower(reporter: Reporter, done: int, arm: Arm, seed: int, protocol: Protocol) -> Callable[[int], None]:
+    """Return a function of the samples of a run so far that shows them, after some runs that are done."""
+    return lambda samples: reporter.advance(
+        done + min(samples / protocol.horizon_samples, 1.0), f"{arm.name}, seed {seed}"
+    )
+
+
 def _undisturbed(
     job: Job,
     arm: Arm,
     seed: int,
     protocol: Protocol,
-    on_progress: Callable[[str, int, float], None] | None,
+    on_step: Callable[[int], None],
     repetitions: Repetitions,
     open_run: OpenRun,
 ) -> dict[str, Any]:
     """Run an arm on a seed, and once more if the machine was busy; return the record that was disturbed less."""
-    record = _run_arm(job, arm, seed, protocol, on_progress, open_run)
+    record = _run_arm(job, arm, seed, protocol, on_step, open_run)
     if repetitions.is_due(record.waited_frac):
-        again = _run_arm(job, arm, seed, protocol, on_progress, open_run)
+        again = _run_arm(job, arm, seed, protocol, on_step, open_run)
         repetitions.made(again.waited_frac)
         record = min(record, again, key=lambda one: math.inf if one.waited_frac is None else one.waited_frac)
     return record.to_json()
@@ -254,15 +261,10 @@ def _run_arm(
     arm: Arm,
     seed: int,
     protocol: Protocol,
-    on_progress: Callable[[str, int, float], None] | None,
+    on_step: Callable[[int], None] | None,
     open_run: OpenRun = on_one_rank,
 ) -> RunRecord:
     options = EngineOptions(total_samples=protocol.horizon_samples, watts=protocol.watts)
-
-    def on_step(samples: int) -> None:
-        if on_progress is not None:
-            on_progress(arm.name, seed, min(samples / protocol.horizon_samples, 1.0))
-
     with contextlib.closing(open_run(job, seed, options)) as engine:
         policy = arm.policy(engine.space)
         policy.reset()

@@ -127,13 +127,6 @@ def _run_arms(
         gradient_norm=campaign.settings.objective.gradient_norm,
     )
     reporter.stage(f"compare {len(arms)} arms on {len(seeds)} seeds", len(arms) * len(seeds))
-    finished: set[tuple[str, int]] = set()
-
-    def on_progress(arm: str, seed: int, share: float) -> None:
-        if share >= 1:
-            finished.add((arm, seed))
-        reporter.advance(len(finished) + (share if share < 1 else 0), f"{arm}, seed {seed}")
-
     return comparison.compare(
         campaign.job,
         arms,
@@ -141,7 +134,7 @@ def _run_arms(
         device=device_name(),
         tracker=tracker,
         journal=campaign.journal,
-        on_progress=on_progress,
+        reporter=reporter,
         intensity=campaign.intensity,
         open_run=_opener(campaign),
     )

@@ -10,19 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 
 from autotune.agents.planner_policy import PlannerPolicy, Ranges
-from autotune.agents.policy_folder import MANIFEST, WEIGHTS, load_policy
+from autotune.agents.policy_folder import MANIFEST, WEIGHTS, fill, load_policy
 from autotune.agents.shipped_network import LeverNetwork
 from autotune.choices import DEFAULT_STORAGES, Storage
-from autotune.errors import PolicyFileError, RunDirectoryError, first_line
-from autotune.gym.levers import (
-    NEUTRAL,
-    Actions,
-    Features,
-)
+from autotune.errors import PolicyFileError, RunDirectoryError
+from autotune.gym.levers import NEUTRAL, Actions, Features
 from autotune.io.files import read_bytes, read_json, require_plain
 from autotune.simulator.dip_families import FAMILIES
 from autotune.simulator.planner_settings import PlannerSettings
@@ -116,7 +110,7 @@ def load_judged(policy: Path, train_run: Path | None = None) -> Judged:
     if not isinstance(loaded, PlannerPolicy):
         raise PolicyFileError("does not adjust a planner", where=str(policy), allowed="a policy that adjusts a planner")
     # Loading the policy has checked both files.
-    manifest, shipped = read_json(policy / MANIFEST), _network(policy / WEIGHTS)
+    manifest = read_json(policy / MANIFEST)
     files = {"policy": policy / WEIGHTS}
     if train_run is not None:
         require_plain(train_run)
@@ -129,8 +123,8 @@ def load_judged(policy: Path, train_run: Path | None = None) -> Judged:
         folder=policy,
         settings=loaded.settings,
         ranges=Ranges(np.array(manifest["lowest"]), np.array(manifest["highest"])),
-        shipped=shipped,
-        networks={name: _network(path) for name, path in files.items()},
+        shipped=_network(policy / WEIGHTS, manifest["width"]),
+        networks={name: _network(path, manifest["width"]) for name, path in files.items()},
         hashes={
             "weights_sha256": manifest["weights_sha256"],
             "recipe_sha256": manifest["training"]["recipe_sha256"],
@@ -145,15 +139,9 @@ def _bytes(path: Path) -> bytes:
     return read_bytes(path, limit_bytes=_LARGEST_NETWORK_BYTES, follow=False)
 
 
-def _network(path: Path) -> LeverNetwork:
-    try:
-        tensors = load_tensors(_bytes(path))
-        network = LeverNetwork(tensors["value.weight"].shape[1])
-        network.load_state_dict(tensors)
-    except (SafetensorError, KeyError, IndexError, RuntimeError, ValueError) as error:
-        raise PolicyFileError(
-            f"is not a network's weights ({first_line(error)})", where=str(path), allowed="safetensors"
-        ) from error
+def _network(path: Path, width: int) -> LeverNetwork:
+    network = LeverNetwork(width)
+    fill(network, _bytes(path), str(path))
     return network
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +24,7 @@ from autotune.cost_model.cost_arrays import Floats, Indices
 from autotune.errors import InputError, RunDirectoryError
 from autotune.gym.levers import RUN_FEATURES
 from autotune.io.documents import Count, Seed, document, validated
-from autotune.io.files import parse_json, read_bytes, write_atomic, write_json
+from autotune.io.files import parse_json, read_bytes, read_json, sealed, write_atomic, write_json
 from autotune.records.generations import Generations, remove
 
 logger = logging.getLogger(__name__)
@@ -184,7 +182,7 @@ def write_result(files: SeedFiles, recipe: Recipe, result: SeedResult) -> None:
         "highest": result.highest.tolist(),
         "weights_sha256": hashlib.sha256(result.weights).hexdigest(),
     }
-    write_json(files.result, result_document | {"sha256": _digest(result_document)})
+    write_json(files.result, sealed(result_document, "sha256"))
 
 
 def read_result(files: SeedFiles, recipe: Recipe) -> SeedResult:
@@ -194,10 +192,9 @@ def read_result(files: SeedFiles, recipe: Recipe) -> SeedResult:
         InputError: if a file is missing, damaged, or of another recipe or seed.
     """
     where = str(files.result)
-    content = read_bytes(files.result, limit_bytes=_RESULT_BYTES, follow=False)
-    found = parse_json(content.decode(errors="replace"), where=where)
+    found = read_json(files.result, limit_bytes=_RESULT_BYTES, follow=False)
     read = validated(_ResultDocument, found, where=where, version=_VERSION)
-    _require(read.sha256 == _digest(found), "its SHA-256 is wrong", where)
+    _require(found == sealed(found, "sha256"), "its SHA-256 is wrong", where)
     of_this = (read.recipe_sha256, read.seed) == (recipe.sha256, files.seed)
     _require(of_this, "belongs to another training", where)
     _require(max(read.job) < recipe.jobs.validation, "names jobs that do not exist", where)
@@ -289,9 +286,3 @@ def _is_number(value: object) -> bool:
 def _require(holds: bool, problem: str, where: str) -> None:
     if not holds:
         raise InputError(problem, where=where, allowed="the files of this training")
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a result without its own ``sha256``."""
-    rest = {key: value for key, value in document.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

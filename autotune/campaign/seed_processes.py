@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,7 +61,8 @@ def begin_seed(train: Train, recipe: dict[str, Any], seed: int, folder: Path) ->
     """
     arguments = (train, recipe, seed, str(folder), os.getpid())
     process = multiprocessing.get_context("spawn").Process(target=_train, args=arguments)
-    with _without_working_directory():
+    # Python with ``-c``, as multiprocessing runs it, would search the working directory first, even for its library.
+    with variable("PYTHONSAFEPATH", "1"):
         process.start()
     return process
 
@@ -73,14 +73,6 @@ def _train(train: Train, recipe: dict[str, Any], seed: int, folder: str, parent:
     # An interrupt from the keyboard reaches the whole process group; the parent stops its seeds itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     train(recipe, seed, folder, parent)
-
-
-def _without_working_directory() -> AbstractContextManager[None]:
-    """Keep Python processes that are started in this context from importing modules of the working directory.
-
-    Python with ``-c``, as multiprocessing runs it, searches that folder first, even for the standard library.
-    """
-    return variable("PYTHONSAFEPATH", "1")
 
 
 class LocalSeeds:

@@ -7,7 +7,7 @@ its caller supplies, and ``autotune resume`` must be given them again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from autotune.engines.registry import RankOptions
 from autotune.errors import RunDirectoryError
 from autotune.job import Job
 from autotune.launching import canonical, split
-from autotune.records.requests import Cluster, Ranks, digest_of
+from autotune.records.requests import Ranks, digest_of
 
 _Given = TypeVar("_Given")
 
@@ -111,13 +111,11 @@ class TrustedInputs:
             engine=recorded.engine,
         )
 
-    def cluster_options(self, recorded: Cluster | None) -> ClusterOptions | None:
+    def cluster_options(self, recorded: ClusterOptions | None) -> ClusterOptions | None:
         """Return the cluster at the caller's address; ``None`` for this machine."""
         kept = None if recorded is None else recorded.address
         address = self._supplied(kept, self.cluster, "--cluster", "the address of its cluster")
-        if recorded is None or address is None:
-            return None
-        return ClusterOptions(address=address, cores=recorded.cores)
+        return None if recorded is None or address is None else replace(recorded, address=address)
 
     def database(self, recorded: str | None) -> str | None:
         """Return the address of the database that keeps Optuna's studies; ``None`` for the run directory."""

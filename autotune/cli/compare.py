@@ -21,10 +21,12 @@ from autotune.cli.console import (
     ReportToOption,
     RunsOption,
     SeedOption,
+    SeedsOption,
     StepsOption,
     StorageOption,
     TrialsOption,
     WattsOption,
+    ZeroStageOption,
 )
 
 if TYPE_CHECKING:
@@ -46,9 +48,7 @@ def command(
             autocompletion=completion.arms,
         ),
     ] = "baseline,uniform-bf16,recompute-all,sqrt,paper,random,optuna,ppo",
-    seeds: Annotated[
-        int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give only an indication.")
-    ] = 10,
+    seeds: SeedsOption = 10,
     memory_budget: BudgetOption = None,
     gradient_norm: GradientNormOption = None,
     dips: Annotated[
@@ -72,7 +72,7 @@ def command(
     ] = None,
     engine: EngineOption = "torch",
     ranks: RanksOption = None,
-    zero_stage: Annotated[str, typer.Option("--zero-stage", help="With deepspeed: ZeRO stage 0, 1, 2 or 3.")] = "0",
+    zero_stage: ZeroStageOption = "0",
     ds_config: ConfigOption = None,
     mesh: MeshOption = None,
     seed: SeedOption = 0,

@@ -10,7 +10,6 @@ import os
 import select
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -111,6 +110,7 @@ RanksOption = Annotated[
         "--ranks", min=1, max=256, help="With deepspeed or fsdp2: number of ranks on this machine (default 2)."
     ),
 ]
+ZeroStageOption = Annotated[str, typer.Option("--zero-stage", help="With deepspeed: ZeRO stage 0, 1, 2 or 3.")]
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--ds-config", callback=input_path, help="With deepspeed: your own configuration (JSON file)."),
@@ -212,9 +212,7 @@ class Bars:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._finish()
         self._progress.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,8 @@ class Costs:
             tokens=None if self.tokens is None else parse_tokens(self.tokens),
             price=price,
             watts=self.watts,
-            grams_per_kwh=None if intensity is None else _mean(intensity.grams_per_kwh),
+            # Nobody knows yet when the run will be.
+            grams_per_kwh=None if intensity is None else statistics.fmean(intensity.grams_per_kwh),
             within_s=None if self.within is None else parse_length(self.within, where="--within"),
             most=most,
             reliability=None
@@ -82,11 +84,6 @@ class Costs:
             ),
             figure=self.figure,
         )
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Return the mean of a series: nobody knows yet when the run will be."""
-    return sum(values) / len(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

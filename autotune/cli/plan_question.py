@@ -139,13 +139,13 @@ def question_of(asked: Asked, model: Transformer, sequence: int, machine: Machin
     Raises:
         InputError: if a choice makes no sense, or cannot be exported.
     """
-    from autotune.cost_model.cluster.choices import parse_choices
+    from autotune.cost_model.cluster.choices import parse_choices, share
     from autotune.cost_model.cluster.layout import Layout
     from autotune.cost_model.cluster.search import Question
     from autotune.report.layout_export import find_target, require_expressed
 
     fixed, settings = parse_choices(asked.plan)
-    settings["trainable"] = _trainable(asked.trainable)
+    settings["trainable"] = 1.0 if asked.trainable is None else share("share", asked.trainable, "--trainable")
     if settings.get("float8") and not machine.float8:
         raise InputError(f"float8=yes: {machine.name} has no products of 8 bits", where="--plan", allowed="float8=no")
     limits: dict[str, Any] = {}
@@ -178,16 +178,3 @@ def _budget(text: str | None, machine: Machine) -> float:
     if size is None:
         raise InputError(f"is {text!r}", where="--memory-budget", allowed="a size, as in 70GiB")
     return size
-
-
-def _trainable(text: str | None) -> float:
-    """Return the share of parameters that are trained, from text such as ``0.5%`` or ``0.005``."""
-    if text is None:
-        return 1.0
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise InputError(f"is {text!r}", where="--trainable", allowed="a share above 0, at most 1, as in 0.5%")
-    return value

@@ -18,6 +18,7 @@ from autotune.cli.console import (
     MeshOption,
     RanksOption,
     RunsOption,
+    ZeroStageOption,
 )
 from autotune.errors import InputError
 from autotune.io.documents import LARGEST_SEED
@@ -48,7 +49,7 @@ def command(
     lean: LeanOption = False,
     engine: EngineOption = "torch",
     ranks: RanksOption = None,
-    zero_stage: Annotated[str, typer.Option("--zero-stage", help="With deepspeed: ZeRO stage 0, 1, 2 or 3.")] = "0",
+    zero_stage: ZeroStageOption = "0",
     ds_config: ConfigOption = None,
     mesh: MeshOption = None,
     seed: Annotated[

@@ -9,7 +9,7 @@ import typer
 
 from autotune.cli import console as shared
 from autotune.cli.arguments import input_path
-from autotune.cli.console import JsonOption, RunsOption
+from autotune.cli.console import JsonOption, RunsOption, SeedsOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,9 +30,7 @@ def command(
     scale: Annotated[
         str, typer.Option("--scale", help="paper: the paper's jobs; cpu: small jobs on data that every machine has.")
     ] = "paper",
-    seeds: Annotated[
-        int, typer.Option("--seeds", help="Number of paired fresh seeds; fewer than 6 give only an indication.")
-    ] = 6,
+    seeds: SeedsOption = 6,
     runs_dir: RunsOption = shared.RUNS,
     as_json: JsonOption = False,
 ) -> None:

@@ -95,7 +95,7 @@ def command(
     """Find the fastest plan within a memory budget by measuring plans on the real job."""
     from autotune import commands
     from autotune.campaign.trusted_inputs import TrustedInputs
-    from autotune.records.requests import Cluster, Ranks, TuneRequest, recorded_address
+    from autotune.records.requests import Ranks, TuneRequest, recorded_address
 
     rank_options = shared.ranks(engine, ranks, zero_stage, ds_config, mesh)
     workers = shared.cluster(cluster, worker_cores)
@@ -110,7 +110,7 @@ def command(
         lean=lean,
         isolate=isolate,
         ranks=Ranks.of(rank_options),
-        cluster=Cluster.of(workers),
+        cluster=workers,
         storage=recorded_address(storage),
         weights=weights,
         watts=watts,

@@ -24,7 +24,7 @@ from autotune.job import Job
 from autotune.launching import canonical, launched, split, suffix
 from autotune.mesh import Mesh
 from autotune.plan import Plan
-from autotune.records.requests import Cluster, Ranks, TuneRequest, recorded_address, reference_of
+from autotune.records.requests import Ranks, TuneRequest, recorded_address, reference_of
 
 
 def tune(
@@ -98,7 +98,7 @@ def tune(
         lean=lean,
         isolate=isolate,
         ranks=Ranks.of(ranks),
-        cluster=Cluster.of(cluster),
+        cluster=cluster,
         storage=recorded_address(storage),
         weights=weights,
         watts=watts,

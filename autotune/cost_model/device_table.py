@@ -7,6 +7,7 @@ only convolutions on NVIDIA; matrix products on request.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -113,15 +114,19 @@ def _gpu(
     bandwidth_gb: float,
     source: str,
     *,
-    workspace: int = _AMPERE_WORKSPACE,
+    workspace: int,
+    fp32: float,
+    fp16: float,
     tf32: float | None = None,
-    **tera: float,
+    bf16: bool = True,
 ) -> DeviceSpec:
+    """Return a GPU, given its rates in TFLOP/s; bf16, if the device has it, is as fast as fp16."""
+    rates = {Precision.FP32: fp32, **({Precision.BF16: fp16} if bf16 else {}), Precision.FP16: fp16}
     return DeviceSpec(
         name=name,
         memory_bytes=int(memory_gb * _GB),
         bandwidth=bandwidth_gb * _GB,
-        flops={Precision(key): value * _TERA for key, value in tera.items()},
+        flops={precision: rate * _TERA for precision, rate in rates.items()},
         source=source,
         tf32=None if tf32 is None else tf32 * _TERA,
         # MIOpen does not round to TF32 by default.
@@ -132,139 +137,72 @@ def _gpu(
     )
 
 
+# A device of Hopper or Blackwell, an older one of NVIDIA, and one of AMD.
+_hopper = functools.partial(_gpu, workspace=_HOPPER_WORKSPACE)
+_ampere = functools.partial(_gpu, workspace=_AMPERE_WORKSPACE)
+_cdna = functools.partial(_gpu, workspace=_CDNA_WORKSPACE)
 DEVICES: Mapping[str, DeviceSpec] = MappingProxyType(
     {
-        "gb200": _gpu(
-            "NVIDIA GB200",
-            186,
-            8000,
-            "NVIDIA Blackwell datasheet, GB200 NVL72, per GPU",
-            workspace=_HOPPER_WORKSPACE,
-            fp32=80,
-            tf32=1250,
-            bf16=2500,
-            fp16=2500,
+        "gb200": _hopper(
+            "NVIDIA GB200", 186, 8000, "NVIDIA Blackwell datasheet, GB200 NVL72, per GPU", fp32=80, tf32=1250, fp16=2500
         ),
-        "b200": _gpu(
-            "NVIDIA B200",
-            180,
-            7700,
-            "NVIDIA Blackwell datasheet, HGX B200, per GPU",
-            workspace=_HOPPER_WORKSPACE,
-            fp32=75,
-            tf32=1100,
-            bf16=2250,
-            fp16=2250,
+        "b200": _hopper(
+            "NVIDIA B200", 180, 7700, "NVIDIA Blackwell datasheet, HGX B200, per GPU", fp32=75, tf32=1100, fp16=2250
         ),
-        "h200": _gpu(
-            "NVIDIA H200 SXM",
-            141,
-            4800,
-            "NVIDIA H200 Tensor Core GPU datasheet",
-            workspace=_HOPPER_WORKSPACE,
-            fp32=67,
-            tf32=494.5,
-            bf16=989.5,
-            fp16=989.5,
+        "h200": _hopper(
+            "NVIDIA H200 SXM", 141, 4800, "NVIDIA H200 Tensor Core GPU datasheet", fp32=67, tf32=494.5, fp16=989.5
         ),
-        "h100": _gpu(
-            "NVIDIA H100 SXM",
-            80,
-            3350,
-            "NVIDIA H100 Tensor Core GPU datasheet",
-            workspace=_HOPPER_WORKSPACE,
-            fp32=67,
-            tf32=494.5,
-            bf16=989.5,
-            fp16=989.5,
+        "h100": _hopper(
+            "NVIDIA H100 SXM", 80, 3350, "NVIDIA H100 Tensor Core GPU datasheet", fp32=67, tf32=494.5, fp16=989.5
         ),
-        "a100": _gpu(
-            "NVIDIA A100 80GB SXM",
-            80,
-            2039,
-            "NVIDIA A100 Tensor Core GPU datasheet",
-            fp32=19.5,
-            tf32=156,
-            bf16=312,
-            fp16=312,
+        "a100": _ampere(
+            "NVIDIA A100 80GB SXM", 80, 2039, "NVIDIA A100 Tensor Core GPU datasheet", fp32=19.5, tf32=156, fp16=312
         ),
-        "a100-40gb": _gpu(
-            "NVIDIA A100 40GB SXM",
-            40,
-            1555,
-            "NVIDIA A100 Tensor Core GPU datasheet",
-            fp32=19.5,
-            tf32=156,
-            bf16=312,
-            fp16=312,
+        "a100-40gb": _ampere(
+            "NVIDIA A100 40GB SXM", 40, 1555, "NVIDIA A100 Tensor Core GPU datasheet", fp32=19.5, tf32=156, fp16=312
         ),
-        "l40s": _gpu("NVIDIA L40S", 48, 864, "NVIDIA L40S datasheet", fp32=91.6, tf32=183, bf16=362, fp16=362),
-        "l4": _gpu("NVIDIA L4", 24, 300, "NVIDIA L4 Tensor Core GPU datasheet", fp32=30.3, tf32=60, bf16=121, fp16=121),
-        "rtx5090": _gpu(
+        "l40s": _ampere("NVIDIA L40S", 48, 864, "NVIDIA L40S datasheet", fp32=91.6, tf32=183, fp16=362),
+        "l4": _ampere("NVIDIA L4", 24, 300, "NVIDIA L4 Tensor Core GPU datasheet", fp32=30.3, tf32=60, fp16=121),
+        "rtx5090": _hopper(
             "NVIDIA GeForce RTX 5090",
             32,
             1792,
             "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A",
-            workspace=_HOPPER_WORKSPACE,
             fp32=104.8,
             tf32=104.8,
-            bf16=209.5,
             fp16=209.5,
         ),
-        "rtx4090": _gpu(
+        "rtx4090": _ampere(
             "NVIDIA GeForce RTX 4090",
             24,
             1008,
             "NVIDIA Ada GPU architecture whitepaper, appendix A",
             fp32=82.6,
             tf32=82.6,
-            bf16=165.2,
             fp16=165.2,
         ),
-        "rtx3090": _gpu(
+        "rtx3090": _ampere(
             "NVIDIA GeForce RTX 3090",
             24,
             936,
             "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A",
             fp32=35.6,
             tf32=35.6,
-            bf16=71,
             fp16=71,
         ),
-        "v100": _gpu("NVIDIA V100 SXM2 32GB", 32, 900, "NVIDIA V100 Tensor Core GPU datasheet", fp32=15.7, fp16=125),
-        "t4": _gpu("NVIDIA T4", 16, 320, "NVIDIA T4 Tensor Core GPU datasheet", fp32=8.1, fp16=65),
+        "v100": _ampere(
+            "NVIDIA V100 SXM2 32GB", 32, 900, "NVIDIA V100 Tensor Core GPU datasheet", fp32=15.7, fp16=125, bf16=False
+        ),
+        "t4": _ampere("NVIDIA T4", 16, 320, "NVIDIA T4 Tensor Core GPU datasheet", fp32=8.1, fp16=65, bf16=False),
         # CDNA 4 matrix cores have no TF32; libraries emulate it with bf16, at an unpublished rate.
-        "mi355x": _gpu(
-            "AMD Instinct MI355X",
-            288,
-            8000,
-            "AMD CDNA 4 architecture white paper, table 2",
-            workspace=_CDNA_WORKSPACE,
-            fp32=157.3,
-            bf16=2500,
-            fp16=2500,
+        "mi355x": _cdna(
+            "AMD Instinct MI355X", 288, 8000, "AMD CDNA 4 architecture white paper, table 2", fp32=157.3, fp16=2500
         ),
-        "mi325x": _gpu(
-            "AMD Instinct MI325X",
-            256,
-            6000,
-            "AMD Instinct MI325X data sheet",
-            workspace=_CDNA_WORKSPACE,
-            fp32=163.4,
-            tf32=653.7,
-            bf16=1307.4,
-            fp16=1307.4,
+        "mi325x": _cdna(
+            "AMD Instinct MI325X", 256, 6000, "AMD Instinct MI325X data sheet", fp32=163.4, tf32=653.7, fp16=1307.4
         ),
-        "mi300x": _gpu(
-            "AMD Instinct MI300X",
-            192,
-            5300,
-            "AMD Instinct MI300X data sheet",
-            workspace=_CDNA_WORKSPACE,
-            fp32=163.4,
-            tf32=653.7,
-            bf16=1307.4,
-            fp16=1307.4,
+        "mi300x": _cdna(
+            "AMD Instinct MI300X", 192, 5300, "AMD Instinct MI300X data sheet", fp32=163.4, tf32=653.7, fp16=1307.4
         ),
     }
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -41,6 +42,18 @@ _CALLED = {
     "evaluate": "evaluate(model) that returns a number",
     "optimizer.step": "an optimizer that can update the job's parameters",
 }
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put all modules into evaluation mode for the body, and then each back into its own."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[str, str]]:
@@ -231,22 +244,16 @@ def _trial(job: Job, model: nn.Module, batch: Any, units: tuple[Unit, ...]) -> t
     def run() -> None:
         losses.append(job.loss(model, batch))
 
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        names = [unit.name for unit in units]
-        with torch.enable_grad():
-            try:
-                with torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, restore):
-                    calls = ask(job, "loss", lambda: controls.forward_order(model, names, run, note))
-            except JobError:
-                if not asked:
-                    raise
-            if asked:
+    names = [unit.name for unit in units]
+    with evaluating(model), torch.enable_grad():
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: nothing, restore):
                 calls = ask(job, "loss", lambda: controls.forward_order(model, names, run, note))
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+        except JobError:
+            if not asked:
+                raise
+        if asked:
+            calls = ask(job, "loss", lambda: controls.forward_order(model, names, run, note))
     _check_loss(losses[-1], f"job {job.name!r}")
     return calls, foreign
 
@@ -257,17 +264,11 @@ def _check_trim(job: Job, model: nn.Module, batch: Any, k: int) -> None:
     piece = cutting.padded(batch, k)[-1]
     if job.trim is None or not cutting.by_cost or k == 1 or not stepping.count_items(piece, job.count):
         return
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.enable_grad():
-            before, after = (
-                float(ask(job, "loss", lambda one=one: job.loss(model, one)).detach())  # type: ignore[misc]
-                for one in (piece, cutting.trimmed(piece))
-            )
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+    with evaluating(model), torch.enable_grad():
+        before, after = (
+            float(ask(job, "loss", lambda one=one: job.loss(model, one)).detach())  # type: ignore[misc]
+            for one in (piece, cutting.trimmed(piece))
+        )
     # Reduced precisions of a model's own, and TF32, round by up to a percent.
     tolerance = _ROUNDING if not devices.is_accelerator(next(model.parameters()).device) else 100 * _ROUNDING
     if abs(after - before) > tolerance * abs(before):
@@ -283,18 +284,15 @@ def _try_reduced_borders(job: Job, model: nn.Module, batch: Any, space: PlanSpac
     plan = space.plan(accumulation_steps=1, precision=space.lowest_precision)
     if plan.uniform_reduced is None or not space.units:
         return
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        controls.apply(model, plan)
-        with torch.no_grad():
-            job.loss(model, batch)
-    except Exception as error:  # noqa: BLE001 - if the user's code raises anything, plans use fp32 borders
-        locks["borders"] = f"code between units does not accept {space.lowest_precision} tensors: {error}"
-    finally:
-        controls.remove(model)
-        for module, mode in training.items():
-            module.training = mode
+    with evaluating(model):
+        try:
+            controls.apply(model, plan)
+            with torch.no_grad():
+                job.loss(model, batch)
+        except Exception as error:  # noqa: BLE001 - if the user's code raises anything, plans use fp32 borders
+            locks["borders"] = f"code between units does not accept {space.lowest_precision} tensors: {error}"
+        finally:
+            controls.remove(model)
 
 
 def _check_loss(loss: Any, where: str) -> None:

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from autotune import extras
 from autotune.errors import InputError, WorkerLostError
+from autotune.io.documents import document
 from autotune.io.environment_variables import variable
 from autotune.io.scratch import ScratchFolder
 
@@ -36,7 +36,7 @@ _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _SHORT = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@document
 class ClusterOptions:
     """The cluster on which workers run.
 
@@ -128,9 +128,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -20,7 +20,7 @@ import torch
 from autotune import knobs
 from autotune.engines.batch_stream import BatchStream
 from autotune.engines.engine import EngineBase
-from autotune.engines.job_checks import ask, build_model, build_optimizer, classify, inspect_job, raised
+from autotune.engines.job_checks import ask, build_model, build_optimizer, classify, evaluating, inspect_job, raised
 from autotune.engines.learning_rates import LearningRates
 from autotune.engines.measured_window import StepReport, Window, spent
 from autotune.errors import AutotuneError, JobError
@@ -249,21 +249,16 @@ class TorchEngine(EngineBase):
         Raises:
             JobError: if the job's function raises, or returns no number.
         """
-        modes = {module: module.training for module in self.model.modules()}
-        try:
-            with self._own_settings(), randomness.isolated(), torch.no_grad(), controls.suspended(self.model):
-                self.model.eval()
-                # On several ranks, what it raises may be due to another rank.
-                evaluate = functools.partial(self.job.evaluate, self.model)
-                metric = ask(self.job, "evaluate", evaluate) if self.recovers else evaluate()
-                try:
-                    return float(metric)
-                except (TypeError, ValueError) as error:
-                    shown = f"evaluate returned {type(metric).__name__}"
-                    raise JobError(shown, where=f"job {self.job.name!r}", allowed="a number") from error
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        settings, random = self._own_settings(), randomness.isolated()
+        with settings, random, torch.no_grad(), evaluating(self.model), controls.suspended(self.model):
+            # On several ranks, what it raises may be due to another rank.
+            evaluate = functools.partial(self.job.evaluate, self.model)
+            metric = ask(self.job, "evaluate", evaluate) if self.recovers else evaluate()
+            try:
+                return float(metric)
+            except (TypeError, ValueError) as error:
+                shown = f"evaluate returned {type(metric).__name__}"
+                raise JobError(shown, where=f"job {self.job.name!r}", allowed="a number") from error
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the training state."""

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from autotune.engines import supervisor
@@ -155,9 +154,7 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _received(self, wires: list[Wire], timeout_s: float) -> list[dict[str, Any]]:

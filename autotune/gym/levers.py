@@ -57,11 +57,6 @@ def levers_of(actions: Actions) -> Levers:
     )
 
 
-def neutral_actions(lanes: int) -> Actions:
-    """Return actions that do not change the planner, shape (lanes, levers)."""
-    return np.tile(np.array(NEUTRAL, dtype=np.int64), (lanes, 1))
-
-
 @dataclass(slots=True)
 class Memory:
     """Statistics of n runs; arrays of shape (n,), most of them moving averages.

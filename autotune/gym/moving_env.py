@@ -139,20 +139,10 @@ class MovingEnv:
         return self._watch.features(situation), (_SCALE * won).astype(np.float32), self.ended
 
 
-def planner_rise(env: MovingEnv, rises: Sequence[float] = (0.0, 0.02, 0.05, 0.1, 0.15, 0.25)) -> float:
-    """Return the ``rise`` with which the planner alone is fastest on average, on newly drawn courses."""
-    return _fastest_setting(env, "rise", rises)
-
-
-def planner_reserve(env: MovingEnv, reserves: Sequence[float] = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4)) -> float:
+def planner_reserve(env: MovingEnv, reserves: Sequence[float]) -> float:
     """Return the ``reserve`` with which the planner alone is fastest on average, on newly drawn courses."""
-    return _fastest_setting(env, "reserve", reserves)
-
-
-def _fastest_setting(env: MovingEnv, name: str, values: Sequence[float]) -> float:
     courses, means = env.draw(min(env.lanes, 256)), {}
-    for value in values:
-        settings = replace(env.settings, **{name: value})  # type: ignore[arg-type]
-        seconds = run_planner(env.runs, courses, settings)
-        means[value] = float(np.mean(seconds.sum(axis=1) / env.runs.baseline_s))
+    for reserve in reserves:
+        seconds = run_planner(env.runs, courses, replace(env.settings, reserve=reserve))
+        means[reserve] = float(np.mean(seconds.sum(axis=1) / env.runs.baseline_s))
     return min(means, key=means.__getitem__)

@@ -11,7 +11,6 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from types import UnionType
 from typing import (
     TYPE_CHECKING,
@@ -28,7 +27,6 @@ from typing import (
 from annotated_types import Interval
 
 from autotune.errors import InputError
-from autotune.io.files import LARGEST_BYTES, read_json
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -119,26 +117,6 @@ def validated(
         raise error(problem, where=where, allowed=allowed) from problems
     except (TypeError, ValueError, RecursionError) as odd:
         raise error(f"is not JSON ({odd})", where=where, allowed="JSON values") from odd
-
-
-def read_document(
-    kind: type[_T],
-    path: Path,
-    *,
-    version: int | None = None,
-    limit_bytes: int = LARGEST_BYTES,
-    error: type[InputError] = InputError,
-) -> _T:
-    """Read a JSON file as an object of its kind.
-
-    Raises:
-        InputError: of the class ``error``, if the file cannot be read or is not such a document.
-    """
-    try:
-        document = read_json(path, limit_bytes=limit_bytes)
-    except InputError as found:
-        raise error(found.problem, where=found.where, allowed=found.allowed) from found
-    return validated(kind, document, where=str(path), version=version, error=error)
 
 
 @functools.cache

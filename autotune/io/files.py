@@ -7,6 +7,7 @@ Files from other people are read only here: they may be pipes, endless devices, 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -177,17 +178,6 @@ def parse_json(text: str, *, where: str, bits: int = 64) -> dict[str, Any]:
     return document
 
 
-def refuse_unknown_keys(document: Mapping[str, object], known: frozenset[str], *, where: str) -> None:
-    """Raise for the first key that the schema does not have.
-
-    Raises:
-        InputError: naming the key and the known ones.
-    """
-    unknown = sorted(set(document) - known)
-    if unknown:
-        raise InputError(f"unknown key {unknown[0]!r}", where=where, allowed=sorted(known))
-
-
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Write a file so that a reader sees either the old content or the new, never a partial file.
 
@@ -252,6 +242,17 @@ def write_json(path: Path, document: object) -> None:
         ValueError: if the document contains a number that is not finite.
     """
     write_atomic(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def json_sha256(document: object) -> str:
+    """Return the SHA-256 of a JSON document, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a document in which a key has the SHA-256 of the others; it shows damage, and proves no author."""
+    others = {name: value for name, value in document.items() if name != key}
+    return others | {key: json_sha256(others)}
 
 
 def append_json_line(path: Path, document: object) -> None:

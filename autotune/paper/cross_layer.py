@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autotune import optimizers
-from autotune.agents.rules import rule_policy
 from autotune.campaign import comparison
 from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.deepspeed_library import imported
@@ -25,9 +24,8 @@ from autotune.paper.experiments import Experiment
 from autotune.paper.paper_numbers import MEMORY, QUALITY, SAMPLES, THROUGHPUT, TIME
 from autotune.paper.rows import Table, TableRow
 from autotune.paper.table_4_ranks import measure
-from autotune.paper.table_comparisons import Campaign, number_of, samples_needed, summarised, verdict_notes
+from autotune.paper.table_comparisons import Campaign, number_of, rule_arm, samples_needed, summarised, verdict_notes
 from autotune.plan import Launch
-from autotune.records.protocol import Arm
 from autotune.records.run_documents import Run
 
 # Learning rates to try, relative to the rule of thumb's.
@@ -44,26 +42,22 @@ def cross_layer(experiment: Experiment, campaign: Campaign) -> Table:
         campaign: the measurement setup.
     """
     job, notes = experiment.constant, []
-    arms = [_arm(_BASELINE, job)]
+    arms = [rule_arm(_BASELINE, job)]
     for name in optimizers.KINDS:
         try:
             launch = _best_rate(name, job, campaign)
         except InputError as error:
             notes.append(f"{name}: not measured, {error}")
             continue
-        arms.append(_arm(f"{_BASELINE}{suffix(launch)}", launched(job, launch)))
+        arms.append(rule_arm(_BASELINE, launched(job, launch), f"{_BASELINE}{suffix(launch)}"))
     compiled = Launch(compile=True)
-    arms.append(_arm(f"{_BASELINE}{suffix(compiled)}", launched(job, compiled)))
+    arms.append(rule_arm(_BASELINE, launched(job, compiled), f"{_BASELINE}{suffix(compiled)}"))
     document = campaign.race(experiment, arms, None, kept="cross-layer")
     rows = [row for arm in arms for row in _rows(arm.name, document, experiment)]
     notes += verdict_notes(document)
     notes += [f"optimizer {name}: not measured, it {reason}" for name, reason in optimizers.REFUSED.items()]
     notes.append("every compiled run includes compilation time, except for what is cached on disk")
     return Table(rows=rows, notes=notes, facts={"cross_layer": document}) + _stages(experiment, campaign)
-
-
-def _arm(name: str, job: Job) -> Arm:
-    return Arm(name=name, policy=lambda space: rule_policy(_BASELINE, space, job), job=job)
 
 
 def _best_rate(name: str, job: Job, campaign: Campaign) -> Launch:

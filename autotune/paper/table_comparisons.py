@@ -32,6 +32,8 @@ from autotune.records.protocol import Arm, Protocol
 from autotune.records.run_directory import RunDirectory
 from autotune.records.run_documents import Run
 from autotune.records.verdicts import samples_to_target
+from autotune.report.campaign_run import arm_named
+from autotune.report.costs import peak_of, whole_mean
 
 # Random seeds for pilot runs; no compared run uses them.
 _PILOT_SEEDS = (0, 1, 2)
@@ -130,21 +132,7 @@ class Campaign:
         reporter.stage(
             f"{job.name}: {len(arms)} arms on {len(seeds)} seeds, {samples} samples each", len(arms) * len(seeds)
         )
-        finished: set[tuple[str, int]] = set()
-
-        def on_progress(arm: str, seed: int, share: float) -> None:
-            if share >= 1:
-                finished.add((arm, seed))
-            reporter.advance(len(finished) + (share if share < 1 else 0), f"{arm}, seed {seed}")
-
-        return comparison.compare(
-            job,
-            arms,
-            protocol,
-            device=device_name(),
-            journal=self.journal,
-            on_progress=on_progress,
-        )
+        return comparison.compare(job, arms, protocol, device=device_name(), journal=self.journal, reporter=reporter)
 
     def _horizon(self, experiment: Experiment) -> int:
         """Return the samples of every run, enough for the baseline with and without a learning-rate schedule.
@@ -172,16 +160,9 @@ class Campaign:
         return comparison.pilot(job, job.total_samples, seed=seed, on_step=on_step).to_json()
 
 
-def baseline_arm(experiment: Experiment) -> Arm:
-    """Return the arm of the paper's baseline: fp32, k = 1, nothing recomputed, a constant learning rate."""
-    job = experiment.constant
-    return Arm(name="baseline", policy=lambda space: rule_policy("baseline", space, job), job=job)
-
-
-def paper_arm(experiment: Experiment) -> Arm:
-    """Return the arm of the paper's recipe, with its learning-rate schedule."""
-    job = experiment.job
-    return Arm(name="paper", policy=lambda space: rule_policy("paper", space, job), job=job)
+def rule_arm(rule: str, job: Job, name: str = "") -> Arm:
+    """Return the arm of a rule that trains a job of its own; it is named like the rule unless a name is given."""
+    return Arm(name=name or rule, policy=lambda space: rule_policy(rule, space, job), job=job)
 
 
 def tf32_arms(experiment: Experiment) -> list[Arm]:
@@ -189,8 +170,7 @@ def tf32_arms(experiment: Experiment) -> list[Arm]:
     kind = device_kind()
     if not has_tf32(kind) or fp32_arithmetic(kind)["matrix products"] != "fp32":
         return []
-    job = launched(experiment.constant, Launch(fp32="tf32"))
-    return [Arm(name=TF32, policy=lambda space: rule_policy("baseline", space, job), job=job)]
+    return [rule_arm("baseline", launched(experiment.constant, Launch(fp32="tf32")), TF32)]
 
 
 def fp32_notes(document: Mapping[str, Any]) -> list[str]:
@@ -235,16 +215,17 @@ class ArmSummary:
 
 def summarised(document: Mapping[str, Any], name: str) -> ArmSummary:
     """Return the summary of an arm's runs in a comparison."""
-    runs = next(arm["runs"] for arm in document["arms"] if arm["name"] == name)
+    arm = arm_named(document, name)
+    runs = arm["runs"]
     missed = [run for run in runs if not run["reached"]]
     failed = [run["failure"] for run in runs if run["failure"] is not None]
     problem = f"{len(missed)} of {len(runs)} runs did not reach the target" if missed else ""
     return ArmSummary(
         time_s=None if missed else statistics.fmean(run["time_to_target_s"] for run in runs),
         samples=None if missed else statistics.fmean(samples_needed(run) for run in runs),
-        peak_bytes=max((run["peak_bytes"] for run in runs if run["peak_bytes"]), default=None),
-        throughput=_mean([run["throughput"] for run in runs]),
-        metric=_mean([run["final_metric"] for run in runs]),
+        peak_bytes=peak_of(arm),
+        throughput=whole_mean([run["throughput"] for run in runs]),
+        metric=whole_mean([run["final_metric"] for run in runs]),
         problem=f"{len(failed)} of {len(runs)} runs ended with {failed[0]}" if failed else problem,
     )
 
@@ -272,8 +253,3 @@ def number_of(summary: ArmSummary, metric: str, unit: str, experiment: Experimen
 def samples_needed(run: Mapping[str, Any]) -> int:
     """Return the number of samples after which a run of ``comparison.json`` reached its target."""
     return samples_to_target(run["curve"], run["time_to_target_s"])
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return statistics.fmean(there) if len(there) == len(values) and there else None

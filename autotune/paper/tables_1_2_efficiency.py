@@ -26,10 +26,9 @@ from autotune.paper.table_comparisons import (
     TF32,
     ArmSummary,
     Campaign,
-    baseline_arm,
     fp32_notes,
     number_of,
-    paper_arm,
+    rule_arm,
     samples_needed,
     summarised,
     tf32_arms,
@@ -54,8 +53,9 @@ def efficiency(experiment: Experiment, printed: Sequence[PaperRow], campaign: Ca
     job = experiment.job
     profile = campaign.profile(job)
     budget = campaign.budget(job, MEMORY_SHARE)
-    tuned = tuned_arm(experiment, profile, budget)
-    arms = [baseline_arm(experiment), *tf32_arms(experiment), paper_arm(experiment), tuned]
+    # The baseline has a constant learning rate, and the paper's recipe a schedule.
+    arms = [rule_arm("baseline", experiment.constant), *tf32_arms(experiment), rule_arm("paper", job)]
+    arms.append(tuned_arm(experiment, profile, budget))
     rates = campaign.journal.once({"flops": job.name}, lambda: _rates(job, profile.precisions, device_kind()), Rates)
     document = campaign.race(experiment, arms, budget)
     # Every table has a row for utilisation, even if the paper's has none.

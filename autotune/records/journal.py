@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.engines.engine import Engine, EngineProxy
-from autotune.errors import RunDirectoryError
+from autotune.errors import RunDirectoryError, raised_as
 from autotune.io.documents import Count, Seconds, document, validated
 from autotune.io.files import append_json_line, open_for_appending, parse_line, read_bytes
 from autotune.measurement import Measurement, quieter_window
 from autotune.mechanics.processor_wait import Repetitions
 from autotune.plan import Plan
-from autotune.records.run_directory import BEGUN_WITH, LARGEST_LOG_BYTES, as_run_error, writing
+from autotune.records.run_directory import BEGUN_WITH, LARGEST_LOG_BYTES, writing
 
 JOURNAL = "journal.jsonl"
 
@@ -54,7 +54,7 @@ class Journal:
             if any(child.name not in BEGUN_WITH and child.name[0] != "." for child in folder.iterdir()):
                 raise RunDirectoryError("has no journal", where=str(folder), allowed="a run of tune or compare")
             open_for_appending(path).close()
-        with as_run_error():
+        with raised_as(RunDirectoryError):
             rows = read_bytes(path, limit_bytes=LARGEST_LOG_BYTES, follow=False).split(b"\n")[:-1]
         for number, row in enumerate(rows, 1):
             journal._records.append(_checked(row, where=f"{path}, line {number}"))
@@ -197,7 +197,7 @@ class Record:
 
 
 def _checked(row: bytes, *, where: str) -> dict[str, Any]:
-    with as_run_error():
+    with raised_as(RunDirectoryError):
         record = parse_line(row, where=where)
         validated(Record, record, where=where)
     if record.pop("crc32") != _sum(record):

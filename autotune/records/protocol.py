@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,6 +13,7 @@ from numpy.typing import NDArray
 from autotune.agents.policy import Policy
 from autotune.budget import MemoryBudget
 from autotune.errors import InputError
+from autotune.io.files import json_sha256
 from autotune.job import Job
 from autotune.measurement import ABSENT
 from autotune.plan import PlanSpace
@@ -145,7 +144,7 @@ class Protocol:
     @property
     def digest(self) -> str:
         """Return the SHA-256 of the protocol, which is logged before the first run."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return json_sha256(asdict(self))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,8 +7,6 @@ the document. It contains no secret and decides nothing outside the run director
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -19,6 +17,7 @@ from autotune.engines.ray_cluster import ClusterOptions
 from autotune.engines.registry import RankOptions
 from autotune.io.addresses import without_secrets
 from autotune.io.documents import Count, NotNegative, Positive, Seed, document
+from autotune.io.files import json_sha256
 from autotune.job import Job
 from autotune.records.protocol import paired_seeds
 
@@ -61,19 +60,6 @@ class Ranks:
 
 
 @document
-class Cluster:
-    """A Ray cluster; see :class:`autotune.engines.ray_cluster.ClusterOptions`."""
-
-    address: Text
-    cores: Annotated[int, Interval(ge=1, le=4096)] = 1
-
-    @classmethod
-    def of(cls, options: ClusterOptions | None) -> Cluster | None:
-        """Return the recorded form of a cluster's options."""
-        return None if options is None else cls(**asdict(options))
-
-
-@document
 class SearchOptions:
     """Options of every search; see :func:`autotune.tune` for what they mean.
 
@@ -109,7 +95,7 @@ class Request(SearchOptions):
     job: Text | None
     isolate: bool = False
     ranks: Ranks | None = None
-    cluster: Cluster | None = None
+    cluster: ClusterOptions | None = None
     weights: Text | None = None
 
     @property
@@ -191,4 +177,4 @@ def recorded_address(storage: str | None) -> str | None:
 
 def digest_of(config: Mapping[str, Any] | None) -> str | None:
     """Return the SHA-256 of a configuration, recorded in its place since it may contain secrets; ``None`` for none."""
-    return None if config is None else hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    return None if config is None else json_sha256(config)

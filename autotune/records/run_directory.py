@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from autotune.choices import STORAGES_VARIABLE
-from autotune.errors import InputError, RunDirectoryError
+from autotune.errors import RunDirectoryError, raised_as
 from autotune.io.documents import validated
 from autotune.io.files import append_json_line, read_json, read_json_lines, require_plain, write_json
 from autotune.io.run_folder import WriterLock, new_run_folder
@@ -97,7 +97,7 @@ class RunDirectory:
         Raises:
             RunDirectoryError: if the folder has no ``config.json``, or has links, pipes, sockets or devices.
         """
-        with as_run_error():
+        with raised_as(RunDirectoryError):
             if not (path / "config.json").is_file():
                 raise RunDirectoryError("is not a run directory", where=str(path), allowed="a folder with config.json")
             require_plain(path)
@@ -179,7 +179,7 @@ class RunDirectory:
         Raises:
             RunDirectoryError: if it is missing or damaged.
         """
-        with as_run_error():
+        with raised_as(RunDirectoryError):
             return read_json(self.path / name, follow=False)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
@@ -190,17 +190,8 @@ class RunDirectory:
         """
         if not self.has(name):
             return []
-        with as_run_error():
+        with raised_as(RunDirectoryError):
             return read_json_lines(self.path / name, limit_bytes=LARGEST_LOG_BYTES, follow=False)
-
-
-@contextmanager
-def as_run_error() -> Iterator[None]:
-    """Convert input errors into errors of a run directory, with the same text."""
-    try:
-        yield
-    except InputError as error:
-        raise RunDirectoryError(error.problem, where=error.where, allowed=error.allowed) from error
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 
-from autotune.errors import InputError, RunDirectoryError
-from autotune.io.documents import Count, document, read_document, validated
-from autotune.io.files import inside, parse_line, read_bytes, require_plain, require_regular
+from autotune.errors import InputError, RunDirectoryError, raised_as
+from autotune.io.documents import Count, document, validated
+from autotune.io.files import inside, parse_line, read_bytes, read_json, require_plain, require_regular
 from autotune.report_to import Name
 
 SPOOL, CURSOR = "tracking.jsonl", "tracking-sent.json"
@@ -105,7 +105,10 @@ def read_cursor(folder: Path) -> Cursor | None:
         RunDirectoryError: if the file is damaged.
     """
     path = folder / CURSOR
-    return read_document(Cursor, path, error=RunDirectoryError) if path.exists() else None
+    if not path.exists():
+        return None
+    with raised_as(RunDirectoryError):
+        return validated(Cursor, read_json(path), where=str(path))
 
 
 def read_rows(folder: Path) -> list[Row | None]:

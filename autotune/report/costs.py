@@ -57,14 +57,14 @@ def _arm_cost(arm: Mapping[str, Any], intensity: Intensity | None) -> ArmCost:
     return ArmCost(
         arm=arm["name"],
         to_target_s=statistics.fmean(arrived) if arrived else None,
-        sample_s=_mean([_per_sample(run) for run in runs]),
+        sample_s=whole_mean([_per_sample(run) for run in runs]),
         train_s=statistics.fmean(run["curve"][-1][0] if run["curve"] else 0.0 for run in runs),
         tuning_s=arm["tuning_s"],
         tuning_steps=arm["tuning_steps"],
         peak_bytes=peak_of(arm),
         energy_j=energy,
         energy_source=source,
-        carbon_g=_mean([_grams(run, intensity) for run in runs]),
+        carbon_g=whole_mean([_grams(run, intensity) for run in runs]),
     )
 
 
@@ -89,7 +89,7 @@ def peak_of(arm: Mapping[str, Any]) -> int | None:
 
 def energy_of(records: Sequence[Mapping[str, Any]]) -> tuple[float | None, str]:
     """Return the mean energy of runs or windows in J, and its source; ``None`` and ``absent`` if a value is missing."""
-    mean = _mean([record["energy_j"] for record in records])
+    mean = whole_mean([record["energy_j"] for record in records])
     if mean is None:
         return None, "absent"
     return mean, ", ".join(sorted({record["energy_source"] for record in records}))
@@ -102,7 +102,7 @@ def _grams(run: Mapping[str, Any], intensity: Intensity | None) -> float | None:
     return intensity.grams(run["energy_j"], *run.get("ran_s", (0.0, 0.0)))
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def whole_mean(values: Sequence[float | None]) -> float | None:
     """Return the mean; ``None`` if a value is missing, because the mean of the others would be misleading."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import random
 import tomllib
@@ -11,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from record import resealed
+
+from autotune.io.files import sealed
 
 Form = Literal["json", "lines", "toml", "text", "bytes"]
 
@@ -189,9 +190,7 @@ def _sealed(text: str, generator: random.Random) -> str:
     if isinstance(document, dict) and "crc32" in document:
         return resealed(text).rstrip("\n")
     if isinstance(document, dict) and "manifest_sha256" in document:
-        said = {key: value for key, value in document.items() if key != "manifest_sha256"}
-        said["manifest_sha256"] = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-        return json.dumps(said)
+        return json.dumps(sealed(document, "manifest_sha256"))
     return text
 
 

@@ -41,13 +41,23 @@ def _kind(name: str, text: str) -> str:
     return text
 
 
-def _share(name: str, text: str) -> float:
+def share(name: str, text: str, where: str = _WHERE) -> float:
+    """Return a share from text such as ``0.5%`` or ``0.005``.
+
+    Args:
+        name: what it is a share of, for errors.
+        text: the share.
+        where: the option, for errors.
+
+    Raises:
+        InputError: if it is not above 0 and at most 1.
+    """
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         value = 0.0
     if not 0 < value <= 1:
-        raise InputError(f"{name} is {text!r}", where=_WHERE, allowed="a share above 0 and at most 1, or 100%")
+        raise InputError(f"{name} is {text!r}", where=where, allowed="a share above 0 and at most 1, or 100%")
     return value
 
 
@@ -57,7 +67,7 @@ SEARCHED: Mapping[str, Callable[[str, str], Any]] = MappingProxyType(
         **dict.fromkeys(("dp", "replicas", "shard", "tp", "pp", "cp", "micro_batch", "virtual_stages"), _count),
         "k": _count,
         "checkpointing": _kind,
-        "checkpointed": _share,
+        "checkpointed": share,
         "zero": _stage,
     }
 )
