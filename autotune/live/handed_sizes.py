@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from autotune.live.attached import Step
 from autotune.profiling.memory_scaling import Scaling
@@ -22,28 +22,18 @@ _ABOUT = 0.8
 DENSER = 1.02
 
 
-@dataclass(slots=True)
-class _Handed:
+class _Handed(NamedTuple):
     """What units were handed in a step.
 
     Attributes:
-        calls: calls of the counted units.
+        calls: calls of the counted units per forward pass.
         size: bytes of the step's batches, or of the largest one where the loop accumulates several.
         handed: bytes that the units were handed.
-        counts: whether no other step is known that contradicts this one.
     """
 
     calls: int
     size: int
     handed: int
-    counts: bool = True
-
-    def contradicts(self, other: _Handed) -> bool:
-        """Return whether, in as many calls, one of two steps was handed more by a batch that is not larger."""
-        if not self.counts or self.calls != other.calls:
-            return False
-        less, more = sorted((self, other), key=lambda one: one.handed)
-        return more.handed > DENSER * less.handed and more.size <= less.size
 
 
 class HandedSizes:
@@ -58,7 +48,9 @@ class HandedSizes:
 
     def __init__(self) -> None:
         self.varies = False
-        self._recent: deque[_Handed] = deque(maxlen=_RECENT)
+        self._recent: deque[_Handed] = deque()
+        # How many recent steps there are of each kind that no other step contradicts.
+        self._agreeing: Counter[_Handed] = Counter()
         # For each size of a batch, what units may be handed in the next step.
         self._ahead: dict[int, float] = {}
         self.forget()
@@ -78,17 +70,35 @@ class HandedSizes:
         """Record a step; return whether steps have begun to show that batches do not tell it, or have ceased to."""
         if not step.handed_bytes:
             return False
-        new = _Handed(step.handed_calls, _size(step), step.handed_bytes)
-        odd = next(filter(new.contradicts, self._recent), None)
-        if odd is not None:
-            # Each step counts once, so that a single odd one is no reason to distrust all others.
-            odd.counts = new.counts = False
-        self._recent.append(new)
         self._ahead.clear()
-        found = sum(not one.counts for one in self._recent) // 2
+        self._add(_Handed(step.handed_calls, _size(step), step.handed_bytes))
+        found = (len(self._recent) - self._agreeing.total()) // 2
         limit = (_CEASES if self.varies else _BEGINS) * len(self._recent)
         former, self.varies = self.varies, found >= max(limit, 1)
         return former != self.varies
+
+    def _add(self, new: _Handed) -> None:
+        """Remember what units were handed in a step.
+
+        A step contradicts one other at most, so that a single odd one is no reason to distrust all others.
+        """
+        if len(self._recent) == _RECENT:
+            # Of steps of one kind, those that nothing contradicts are dropped last.
+            old = self._recent.popleft()
+            if self._agreeing[old] > self._recent.count(old):
+                self._drop(old)
+        self._recent.append(new)
+        # No step that agrees with all others contradicts another such one.
+        odd = None if new in self._agreeing else _contradicted(self._agreeing, new)
+        if odd is None:
+            self._agreeing[new] += 1
+        else:
+            self._drop(odd)
+
+    def _drop(self, one: _Handed) -> None:
+        self._agreeing[one] -= 1
+        if not self._agreeing[one]:
+            del self._agreeing[one]
 
     def note_trace(self, step: Step) -> None:
         """Record what units were handed in a traced step, whose memory is known from now on."""
@@ -200,6 +210,16 @@ class HandedSizes:
         """Return the sizes, and the bytes that units were handed, of recent steps without more calls than usual."""
         most = statistics.mode(one.calls for one in self._recent)
         return [(one.size, one.handed) for one in self._recent if one.calls <= most]
+
+
+def _contradicted(known: Iterable[_Handed], new: _Handed) -> _Handed | None:
+    """Return what contradicts a step: in as many calls, one was handed more by a batch that is not larger."""
+    calls, size, handed = new
+    more, less = DENSER * handed, handed / DENSER
+    for one in known:
+        if one[0] == calls and ((one[1] <= size and one[2] > more) or (one[1] >= size and one[2] < less)):
+            return one
+    return None
 
 
 def _size(step: Step) -> int:
