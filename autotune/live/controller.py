@@ -129,6 +129,8 @@ class Pilot:
         self._peaks = StepPeaks(attached.device)
         self._pressure: float | None = None
         self._cut_trials = CutTrials()
+        # The step at which gradients were last counted, and their bytes.
+        self._gradients = (-1, 0)
         # What trial passes need on the device beside their plan.
         self._copied_bytes = 0
         self._budget.read_device(self._fragments)
@@ -378,8 +380,12 @@ class Pilot:
 
     @property
     def _gradient_bytes(self) -> int:
-        groups = self.attached.optimizer.param_groups
-        return sum(one.nbytes for group in groups for one in group["params"] if one.requires_grad)
+        """Bytes of the gradients of all trained parameters, counted once for each step."""
+        if self._gradients[0] != self.step:
+            groups = self.attached.optimizer.param_groups
+            found = sum(one.nbytes for group in groups for one in group["params"] if one.requires_grad)
+            self._gradients = self.step, found
+        return self._gradients[1]
 
     def _needs_more(self, peak: int) -> float | None:
         """Return what a step needed over the prediction for its plan, both without what stays; ``None`` if unknown."""
