@@ -466,3 +466,33 @@ def test_a_scripted_model_is_refused_in_one_sentence() -> None:
         autotune.checkpoint(model, memory_budget=1)
     with pytest.raises(AttachError, match="the model is a ScriptModule"):
         autotune.attach(model, optimizer)
+
+
+def test_accumulated_batches_of_unequal_sizes_are_kept_where_the_budget_allows() -> None:
+    """Each step accumulates a small and a large batch, in either order."""
+
+    def trained(budget: int | None, plan: Plan | None = None) -> tuple[list[int], list[Plan]]:
+        model, chance, generator = gpt(), random.Random(2), torch.Generator().manual_seed(1)
+        optimizer, peaks, used, tuner = torch.optim.AdamW(model.parameters(), 1e-3), [], [], None
+        if budget is not None:
+            tuner = autotune.checkpoint(model, budget, optimizer=optimizer, accumulation_steps=2)
+        for _ in range(60):
+            first = chance.randint(16, 112)
+            if plan is not None:
+                controls.apply(model, plan)
+            meter = MemoryMeter(torch.device("cpu"))
+            with contextlib.nullcontext() if tuner else meter.metering(resident_tensors(model, optimizer, [])):
+                for size in (first, 128 - first):
+                    model(torch.randint(8, (size, 4), generator=generator)).square().mean().backward()
+            used += [tuner.plan] if tuner else []
+            peaks.append(meter.peak_bytes)
+            optimizer.step()
+            optimizer.zero_grad()
+        if tuner is not None:
+            tuner.detach()
+        return peaks, used
+
+    _, (leanest, *_) = trained(1)
+    peaks, _ = trained(None, leanest.changed(storage=dict.fromkeys(leanest.storage, Storage.SAVE)))
+    _, used = trained(int(1.2 * max(peaks)))
+    assert sum(not plan.recomputed for plan in used[40:]) >= 15

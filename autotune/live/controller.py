@@ -363,7 +363,7 @@ class Pilot:
         known, least = self._profiler.knowledge, self._least
         if (denser := known.handed.ratio(step)) is not None:
             # It was not known before the step what units would be handed.
-            size = self._size * denser
+            size = step.batch_bytes * denser
             peaks = least, self.phase.peak_bytes(self.plan, size), known.peak_of(self.plan, size)
             least = min(peak for peak in peaks if peak is not None)
         return least + self._peaks.unforeseen

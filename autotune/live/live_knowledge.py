@@ -290,24 +290,23 @@ class Knowledge:
             # Times by segment are those of these calls.
             self._forget_times()
             self._timed_calls = trace.calls
-        # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
+        # Of later micro-batches that are larger than the first one, the costs are upper bounds for its size.
         whole, k = use.ahead.batch_bytes, plan.accumulation_steps
-        traced = min(whole, step.later_bytes or whole)
+        traced, later = whole, min(whole, step.later_bytes or whole)
         # A batch that the loop itself makes smaller counts as a smaller one.
-        sizes = whole, traced
         if comparable or self.handed.varies:
-            sizes = self.handed.counted(step, sizes, self.growth.scaling)
-        whole, size = sizes
-        equal, largest, later = (
-            use.ahead.as_equal_pieces(size, k),
+            whole, later = self.handed.counted(step, (whole, later), self.growth.scaling)
+        equal, largest, smaller = (
+            use.ahead.as_equal_pieces(whole, k),
             use.ahead.as_equal_pieces(whole, k, later=True),
-            use.ahead.as_equal_pieces(size, k, later=True),
+            use.ahead.as_equal_pieces(later, k, later=True),
         )
+        share = smaller / max(equal, 1)
         gradients = self._first.attribution.gradients if self.seen else None
         seen = LiveTrace(
             plan=plan,
             calls=trace.calls,
-            attribution=attribute(trace, recomputed_units(plan), gradients, silent_units(plan), later / max(equal, 1)),
+            attribution=attribute(trace, recomputed_units(plan), gradients, silent_units(plan), share),
             batch_bytes=equal,
             traced_bytes=traced,
             static_bytes=use.static_bytes,
@@ -322,7 +321,7 @@ class Knowledge:
             return False
         self.handed.note_trace(step)
         # Growth is that of the first pieces.
-        self.growth.note(plan, use.ahead.as_equal_pieces(whole, k), seen.attribution)
+        self.growth.note(plan, equal, seen.attribution)
         former = self.seen.get(plan)
         if former is not None and former.batch_bytes > equal:
             # A smaller batch only shows how memory grows.

@@ -15,6 +15,9 @@ from autotune.mechanics.step_trace import Block, Place, StepTrace
 # Identifies a boundary in all traces of one k: the segment that allocates it, and its place among what that returns.
 BoundaryKey = tuple[int, int]
 
+# A later micro-batch of less than this share of the first one's samples does not show what one as large needs.
+_SMALLER = 0.9
+
 
 @dataclass(slots=True)
 class Passing:
@@ -116,7 +119,9 @@ def attribute(
             return 0, 0
         first = peaks.get((0, phase, index), 0) - base - first_gradients
         later = peaks.get((1, phase, index))
-        return first, 0 if later is None else math.ceil((later - total) / later_share) - base
+        if later is None:
+            return first, 0
+        return first, _as_large(first, later - total, base, later_share)
 
     return Attribution(
         saved=tuple(saved),
@@ -126,6 +131,22 @@ def attribute(
         boundaries=boundaries,
         update_peak=max((level for (_, phase, _), level in peaks.items() if phase == "update"), default=0),
     )
+
+
+def _as_large(first: int, needed: int, base: int, share: float) -> int:
+    """Return the peak bytes of a later micro-batch as they would be if it were as large as the first one.
+
+    Args:
+        first: those of the first micro-batch, beyond what earlier segments keep.
+        needed: those of the later one, with what earlier segments keep.
+        base: bytes that earlier segments keep of the first one.
+        share: samples of the later one over those of the first one.
+    """
+    scaled = math.ceil(needed / share) - base
+    if share >= _SMALLER:
+        return scaled
+    # A part of it does not grow with samples, and another one may grow by more than in proportion.
+    return max(first, min(scaled, first + math.ceil(max(needed - share * base, 0))))
 
 
 def as_boundary(key: BoundaryKey, seen: Sequence[Passing]) -> Boundary:
