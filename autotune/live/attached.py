@@ -104,6 +104,7 @@ class Step:
         items: loss-bearing items of the step; ``None`` if they are not counted.
         handed_bytes: bytes that the counted units were handed; 0 if none are counted.
         handed_calls: calls of these units.
+        called: the units that it called, if steps call different ones; otherwise empty.
     """
 
     seconds: float
@@ -117,3 +118,4 @@ class Step:
     items: int | None = None
     handed_bytes: int = 0
     handed_calls: int = 0
+    called: frozenset[str] = frozenset()

@@ -41,6 +41,7 @@ from autotune.plan import Plan, Storage
 from autotune.profiling.memory_scaling import Scaling
 from autotune.profiling.own_time import OwnTime
 from autotune.profiling.step_peaks import StepPeaks
+from autotune.profiling.step_signature import Signature
 from autotune.profiling.trial_passes import Outcome
 from autotune.profiling.unit_calls import UnitCalls
 from autotune.step_parts import PARTS, StepParts, advice
@@ -110,11 +111,16 @@ class Pilot:
         self._news = False
         self._taken: Profile | None = None
         self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
-        self._calls = UnitCalls(self._switcher)
+        # Where all steps are cut and computed alike, they may call different units.
+        alike = len(attached.space.accumulation_choices) == len(attached.space.precisions) == 1
+        may_take_turns = alike and not ranks.many
+        self._calls = UnitCalls(self._switcher, tells_apart=may_take_turns)
         # How often costs were learnt again, and what steps were handed when one was last traced for that, beside what
         # their batches explained.
         self._forgotten, self._looked_at = 0, 1.0
-        self._profiler = LiveProfiler(attached)
+        # The signature of the running step.
+        self._signature = Signature((), (0, 0))
+        self._profiler = LiveProfiler(attached, may_take_turns=may_take_turns)
         self._switcher.hooks = self._profiler.probes.hooks
         self._monitor = GradientMonitor(attached.model, attached.space.units)
         self._probe: GradientProbe | None = None
@@ -230,6 +236,7 @@ class Pilot:
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, ahead.largest_bytes) if sampled else plan)
         self._size = ahead.as_equal_pieces(ahead.largest_bytes, self.plan.accumulation_steps)
+        self._signature = ahead.signature
         self._begin_to_count()
         self._calls.begin_step()
         self._profiler.begin()
@@ -326,8 +333,17 @@ class Pilot:
         peak, watched = self._peaks.end(counts=calls <= self._calls.usual), self._profiler.watching
         if self._peaks.news:
             self._peaks.correct(self.phase.peak_bytes)
-        step = replace(step, handed_bytes=self._calls.handed_bytes, handed_calls=self._calls.handed_calls)
+        step = replace(
+            step,
+            handed_bytes=self._calls.handed_bytes,
+            handed_calls=self._calls.handed_calls,
+            called=self._calls.called,
+        )
+        step = self._profiler.knowledge.note_kind(step, self._signature)
         self._take_news(self._profiler.end(step))
+        if self._calls.takes_turns:
+            self._profiler.knowledge.expect(self._calls.tell_apart())
+            self._switcher.apply(self.plan)
         self._note_size(step, usual=self._calls.compares and calls <= self._calls.usual)
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0

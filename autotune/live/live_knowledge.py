@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autotune.cost_model.profile import Profile
@@ -23,6 +24,7 @@ from autotune.profiling.live_profile import LiveTrace, live_profile
 from autotune.profiling.memory_scaling import Growth
 from autotune.profiling.step_record import TimedStep, recomputed_units, silent_units
 from autotune.profiling.step_signature import Signature
+from autotune.profiling.turns import Calls, joined, moved, moved_seconds, places_in
 
 # Numbers of timed steps after which the profile is made again; no more steps than the last number are timed.
 RENEWED_AFTER = (2, 4, 8, 16, 32)
@@ -32,6 +34,9 @@ _ODD = 8
 _MOST_ODD = 32
 # Recent steps of which is known what units were handed, and as many of them that tell what a batch's size may mean.
 _RECENT, _ALIKE = 256, 32
+# Kinds of steps, by the units that they call, that may take turns; and for how many steps after the last one of a kind
+# another one is expected.
+_KINDS, _EXPECTED = 8, 1000
 # A step that needs more memory per byte of its batch by this factor is unlike the traced steps.
 DENSER = 1.02
 
@@ -52,10 +57,19 @@ class Knowledge:
 
     Args:
         attached: The run.
+        may_take_turns: Whether steps may call different units.
     """
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: Attached, *, may_take_turns: bool = False) -> None:
         self._attached = attached
+        self._may_take_turns = may_take_turns
+        # By the units that they call, the kinds of steps that came: the number of the last one. Of the first kinds,
+        # only some of the units are known.
+        self._last: dict[frozenset[str], int] = {}
+        self._first_kinds: list[frozenset[str]] = []
+        # What units were handed per byte of its batches in the first step of each kind.
+        self._handed_by: dict[frozenset[str], float] = {}
+        self._steps = 0
         self.scores: list[Score] = []
         self.traces = 0
         self.timed: list[TimedStep] = []
@@ -67,7 +81,6 @@ class Knowledge:
         self._static = 0
         self._holds, self._present = HeldBytes(attached.model, attached.optimizer), Held()
         self._times: Counter[Plan] = Counter()
-        self._timed_calls: tuple[str, ...] = ()
         self._batch_bytes: deque[int] = deque(maxlen=64)
         # For recent steps, calls of units, bytes of all batches and those handed to units; and whether the latter were
         # ever more for a batch that is not larger, as where a model is called with two texts of independent lengths.
@@ -83,6 +96,9 @@ class Knowledge:
         self.forgotten += 1
         self.growth = Growth()
         self.seen: dict[Plan, LiveTrace] = {}
+        # The same for each kind of steps that take turns, by the units that it calls.
+        self._kinds: dict[Calls, dict[Plan, LiveTrace]] = {}
+        self._traced_kinds = set[frozenset[str]]()
         self.signatures: list[Signature] = []
         # The most that the model and its optimizer held when a step was traced.
         self._held = Held()
@@ -121,6 +137,68 @@ class Knowledge:
         self.scores.clear()
         self.forget()
         return known
+
+    def note_kind(self, step: Step, signature: Signature) -> Step:
+        """Record the kind of a step, if steps of several kinds take turns.
+
+        Args:
+            step: The step.
+            signature: Its signature. Where that is unlike those in the profile, no plan rests on the kind.
+
+        Returns:
+            The step, with what its units would have been handed in a step of the first kind.
+        """
+        self._steps += 1
+        if not self.plans_with(signature):
+            self._last.pop(step.called, None)
+        elif step.called and not self._has_many_kinds:
+            if step.called not in self._last:
+                # It may need more than was predicted.
+                self.scores.clear()
+                self._forget_handed()
+            self._last[step.called] = self._steps
+        if step.called not in self._last or not step.handed_bytes:
+            return step
+        usual = self._handed_by.setdefault(step.called, step.handed_bytes / max(step.all_bytes, 1))
+        first = next(iter(self._handed_by.values()))
+        return replace(step, handed_bytes=round(step.handed_bytes * first / usual))
+
+    def _forget_handed(self) -> None:
+        """Discard what units were handed, because other units count from now on, or other kinds of steps."""
+        self._handed, self._handed_per_byte = None, 0.0
+        if not self._handed_varies:
+            self._recent_handed.clear()
+            self._handed_by.clear()
+
+    def expect(self, kinds: list[frozenset[str]]) -> None:
+        """Note the first kinds of steps that take turns, each by some of the units that it calls."""
+        self._first_kinds = kinds
+        self._last = dict.fromkeys(kinds, self._steps)
+        self._forget_handed()
+
+    @property
+    def awaits_kind(self) -> bool:
+        """Whether a kind of steps that may come again was not traced yet, so that only the leanest plan is safe."""
+        untraced = (last for kind, last in self._last.items() if not self._has_traced(kind))
+        return self._has_many_kinds or self._steps - max(untraced, default=-math.inf) <= _EXPECTED
+
+    @property
+    def _has_many_kinds(self) -> bool:
+        return len(self._last) > _KINDS + len(self._first_kinds)
+
+    def _has_traced(self, kind: frozenset[str]) -> bool:
+        traced = self._traced_kinds
+        return kind in traced or (kind in self._first_kinds and any(kind <= one for one in traced))
+
+    @property
+    def traced_in_all(self) -> set[Plan]:
+        """The plans that were traced in every kind of steps."""
+        return set(self.seen).intersection(*self._kinds.values())
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether steps of several kinds were traced."""
+        return len(self._kinds) > 1
 
     def handed_ahead(self, size: int) -> float | None:
         """Return what units may be handed in a step, divided by what its batch explains; ``None`` if batches tell it.
@@ -243,7 +321,7 @@ class Knowledge:
 
     def calls_of(self, name: str) -> int:
         """Return how often a unit was called in a traced forward pass."""
-        return sum(called == name for called in self._first.calls) if self.seen else 0
+        return max((calls.count(name) for calls in self._kinds), default=0)
 
     def peak_of(self, plan: Plan, batch_bytes: int) -> float | None:
         """Return the peak of a plan in bytes, from its last traced step; ``None`` if there was none.
@@ -352,10 +430,9 @@ class Knowledge:
             self.forget()
         # A batch that it makes smaller counts as a smaller one.
         share = self._used_share(step) if comparable else 1.0
-        if trace.calls != self._timed_calls:
-            # Times by segment are those of these calls.
+        if not self.seen and trace.calls not in {one.calls for one in self.timed}:
+            # Times by segment are those of other calls.
             self._forget_times()
-            self._timed_calls = trace.calls
         # First and later micro-batches may differ in size: the costs of both are upper bounds for the smaller size.
         whole, k = use.ahead.batch_bytes, plan.accumulation_steps
         traced = min(whole, step.later_bytes or whole)
@@ -365,7 +442,8 @@ class Knowledge:
             use.ahead.as_equal_pieces(whole, k, later=True),
             use.ahead.as_equal_pieces(size, k, later=True),
         )
-        gradients = self._first.attribution.gradients if self.seen else None
+        alike = self._kinds.get(trace.calls, {}).values()
+        gradients = next((one.attribution.gradients for one in alike), None)
         seen = LiveTrace(
             plan=plan,
             calls=trace.calls,
@@ -379,23 +457,31 @@ class Knowledge:
             self._score(use.expected, plan, max(step.batch_bytes, whole))
         former_law = self.growth.within, self.growth.scaling
         belongs = self._is_densest(plan, level / max(largest, 1), signature)
-        self._peaks[plan] = needed, largest, whole
+        self._note_peak(plan, trace.calls, (needed, largest, whole))
         if not belongs:
             return False
+        self._traced_kinds.add(step.called)
         if step.handed_bytes:
             self._handed_per_byte = max(self._handed_per_byte, step.handed_bytes / max(step.all_bytes, 1))
             counted = max(step.all_bytes * (share if self._handed_varies else 1.0), 1.0)
             if self._handed is None or counted > self._handed[0]:
                 self._handed = counted, step.handed_bytes
         # Growth is that of the first pieces.
-        self.growth.note(plan, use.ahead.as_equal_pieces(whole, k), seen.attribution)
-        former = self.seen.get(plan)
+        self.growth.note(plan, use.ahead.as_equal_pieces(whole, k), seen.attribution, trace.calls)
+        of_kind = self._kinds.setdefault(trace.calls, {})
+        former = of_kind.get(plan)
         if former is not None and former.batch_bytes > equal:
             # A smaller batch only shows how memory grows.
             return former_law != (self.growth.within, self.growth.scaling)
-        self.seen[plan] = seen
+        self.seen[plan] = of_kind[plan] = seen
         self._held = max(self._held, self._present, key=lambda held: held.total)
         return True
+
+    def _note_peak(self, plan: Plan, calls: Calls, found: tuple[int, int, int]) -> None:
+        """Record what a plan needed; of several kinds of steps, the one that needs the most per byte counts."""
+        known, known_bytes, _ = self._peaks.get(plan, (0, 1, 0))
+        if not self._kinds.keys() - {calls} or found[0] * known_bytes >= known * found[1]:
+            self._peaks[plan] = found
 
     def note_times(
         self, plan: Plan, calls: tuple[str, ...], seconds: Mapping[tuple[Phase, int], float], size: int
@@ -411,10 +497,10 @@ class Knowledge:
         Returns:
             Whether the profile should be made again.
         """
-        if not self.seen or calls != self._first.calls:
+        if calls not in self._kinds:
             return False
         self._times[plan] += 1
-        self.timed.append(TimedStep(plan=plan, batch_bytes=max(size, 1), seconds=seconds))
+        self.timed.append(TimedStep(plan=plan, batch_bytes=max(size, 1), seconds=seconds, calls=calls))
         return len(self.timed) in RENEWED_AFTER
 
     def profile(self, space: PlanSpace, batch_size: int) -> Profile | None:
@@ -424,7 +510,15 @@ class Knowledge:
             space: The plans that are allowed.
             batch_size: Samples in a batch.
         """
-        seen = [trace for trace in self.seen.values() if trace.plan.accumulation_steps in space.accumulation_choices]
+        order = self._order()
+        places = {calls: places_in(order, calls) for calls in self._kinds}
+        ks = space.accumulation_choices
+        seen = [
+            _in_order(one, order, places[calls])
+            for calls, traces in self._kinds.items()
+            for one in traces.values()
+            if one.plan.accumulation_steps in ks
+        ]
         if not seen:
             return None
         logs = [math.log(max(size, 1)) for size in self._batch_bytes]
@@ -433,15 +527,19 @@ class Knowledge:
             str(self._attached.device),
             space,
             seen,
-            self.timed,
+            [
+                replace(one, calls=order, seconds=moved_seconds(one.seconds, places[one.calls]))
+                for one in self.timed
+                if one.calls in places
+            ],
             batch_size=max(batch_size, 1),
             length_spread=statistics.pstdev(logs) if len(logs) > 1 else 0.0,
             growth=self.growth.within,
         )
 
-    @property
-    def _first(self) -> LiveTrace:
-        return next(iter(self.seen.values()))
+    def _order(self, *others: Calls) -> Calls:
+        """Return the calls of all kinds of steps, and of others, in one order; none if there is no such order."""
+        return functools.reduce(lambda one, other: one and (joined(one, other) or ()), [*self._kinds, *others] or [()])
 
     def _is_odd(self, calls: tuple[str, ...], signature: Signature, plan: Plan, needed: tuple[int, int]) -> bool:
         """Return whether a traced step made more calls than usual; if it made fewer, the former ones were odd.
@@ -455,12 +553,14 @@ class Knowledge:
         Raises:
             RuntimeError: If neither holds, so that units are called in no order that plans could count on.
         """
-        usual, self._odd = self._first.calls, self._odd + 1
+        usual, self._odd = next((one for one in self._kinds if set(one) == set(calls)), ()), self._odd + 1
         if calls == usual:
             self._odd = 0
         elif self._odd > _ODD or not self.plans_with(signature):
             # The usual calls have changed.
             self._forget_calls()
+        elif not usual and self._may_take_turns and len(self._kinds) < _KINDS and self._order(calls):
+            self._odd = 0
         elif (more := _times_more(calls, usual)) is not None:
             self._odd_calls = max(self._odd_calls, more)
             self._odd_peaks.setdefault(plan, deque(maxlen=_MOST_ODD)).append(needed)
@@ -503,6 +603,25 @@ class Knowledge:
             # Memory that the loop itself has allocated since the prediction is not due to the plan.
             measured = self.latest_peak - max(self._static - expected.static_bytes, 0)
             self.scores.append(Score(predicted_bytes=int(expected.peak_bytes), measured_bytes=measured))
+
+
+def _in_order(trace: LiveTrace, order: Calls, places: Sequence[int]) -> LiveTrace:
+    """Return a trace as one of a step that calls the units of all kinds of steps.
+
+    Args:
+        trace: The trace.
+        order: The units that all kinds call, in order.
+        places: The number of each of the trace's segments in such a step.
+    """
+    if order == trace.calls:
+        return trace
+    return replace(
+        trace,
+        calls=order,
+        kind=frozenset(trace.calls),
+        attribution=moved(trace.attribution, places),
+        seconds=moved_seconds(trace.seconds, places),
+    )
 
 
 def _times_more(calls: tuple[str, ...], usual: tuple[str, ...]) -> int | None:
