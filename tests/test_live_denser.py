@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,9 @@ def test_longer_batches_do_not_count_as_shorter_ones(monkeypatch: pytest.MonkeyP
     noted = []
     note = Growth.note
 
-    def noting(self: Growth, plan: Plan, size: int, seen: Attribution) -> None:
+    def noting(self: Growth, plan: Plan, size: int, seen: Attribution, kind: Hashable) -> None:
         noted.append(size)
-        note(self, plan, size, seen)
+        note(self, plan, size, seen, kind)
 
     monkeypatch.setattr(Growth, "note", noting)
     rows = [32, 48, 64, 40, 56, 96, 24, 32]

@@ -105,6 +105,7 @@ class Step:
         handed: bytes that the counted units were handed of each batch, or of all of them together; none if no units are
             counted.
         handed_calls: calls of these units per forward pass.
+        called: the units that it called, if steps call different ones; otherwise empty.
     """
 
     seconds: float
@@ -118,6 +119,7 @@ class Step:
     items: int | None = None
     handed: tuple[int, ...] = ()
     handed_calls: int = 0
+    called: frozenset[str] = frozenset()
 
     @property
     def handed_bytes(self) -> int:

@@ -40,6 +40,7 @@ from autotune.plan import Plan, Storage
 from autotune.profiling.memory_scaling import Scaling
 from autotune.profiling.own_time import OwnTime
 from autotune.profiling.step_peaks import StepPeaks
+from autotune.profiling.step_signature import Signature
 from autotune.profiling.trial_passes import Outcome
 from autotune.profiling.unit_calls import UnitCalls
 from autotune.step_parts import PARTS, StepParts, advice
@@ -109,8 +110,13 @@ class Pilot:
         self._news = False
         self._taken: Profile | None = None
         self._switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
-        self._calls = UnitCalls(self._switcher)
-        self._profiler = LiveProfiler(attached)
+        # Where all steps are cut and computed alike, they may call different units.
+        alike = len(attached.space.accumulation_choices) == len(attached.space.precisions) == 1
+        may_take_turns = alike and not ranks.many
+        self._calls = UnitCalls(self._switcher, tells_apart=may_take_turns)
+        # The signature of the running step.
+        self._signature = Signature((), (0, 0))
+        self._profiler = LiveProfiler(attached, may_take_turns=may_take_turns)
         self._switcher.hooks = self._profiler.probes.hooks
         self._monitor = GradientMonitor(attached.model, attached.space.units)
         self._probe: GradientProbe | None = None
@@ -228,6 +234,7 @@ class Pilot:
         sampled = every is not None and self.step % every == every - 1 and not self._profiler.watching
         self._apply(self._of_several(plan, ahead.largest_bytes) if sampled else plan)
         self._size = ahead.as_equal_pieces(ahead.largest_bytes, self.plan.accumulation_steps)
+        self._signature = ahead.signature
         self._begin_to_count()
         self._calls.begin_step()
         self._profiler.begin()
@@ -325,8 +332,12 @@ class Pilot:
         if self._peaks.news:
             self._peaks.correct(self.phase.peak_bytes)
         handed = self._calls.handed if step.later_bytes else [sum(self._calls.handed)]
-        step = replace(step, handed=tuple(handed), handed_calls=self._calls.handed_calls)
+        step = replace(step, handed=tuple(handed), handed_calls=self._calls.handed_calls, called=self._calls.called)
+        step = self._profiler.knowledge.note_kind(step, self._signature)
         self._take_news(self._profiler.end(step))
+        if self._calls.takes_turns:
+            self._profiler.knowledge.expect(self._calls.tell_apart())
+            self._switcher.apply(self.plan)
         if self._calls.compares and calls <= self._calls.usual:
             self._profiler.knowledge.note_usual(step)
         self._look_at_profile()

@@ -66,12 +66,20 @@ class HandedSizes:
         self._denser: deque[float] = deque([1.0], maxlen=_RECENT)
         self._looked_at = 1.0
 
+    def begin_again(self) -> None:
+        """Discard what is known, because other units count from now on; but not that batches tell nothing."""
+        self.forget()
+        if not self.varies:
+            self._recent.clear()
+            self._agreeing.clear()
+            self._ahead.clear()
+
     def note(self, step: Step) -> bool:
         """Record a step; return whether steps have begun to show that batches do not tell it, or have ceased to."""
         if not step.handed_bytes:
             return False
         self._ahead.clear()
-        self._add(_Handed(step.handed_calls, _size(step), step.handed_bytes))
+        self._add(_Handed(step.handed_calls, size_of(step), step.handed_bytes))
         found = (len(self._recent) - self._agreeing.total()) // 2
         limit = (_CEASES if self.varies else _BEGINS) * len(self._recent)
         former, self.varies = self.varies, found >= max(limit, 1)
@@ -104,8 +112,8 @@ class HandedSizes:
         """Record what units were handed in a traced step, whose memory is known from now on."""
         if not step.handed_bytes:
             return
-        self._per_byte = max(self._per_byte, step.handed_bytes / _size(step))
-        counted = _size(step) * (self.ratio(step) or 1.0)
+        self._per_byte = max(self._per_byte, step.handed_bytes / size_of(step))
+        counted = size_of(step) * (self.ratio(step) or 1.0)
         if self._traced is None or counted > self._traced[0]:
             self._traced = counted, step.handed_bytes
 
@@ -120,7 +128,7 @@ class HandedSizes:
         if not self.varies or not step.handed_bytes:
             share = self._share(step, scaling)
             return round(sizes[0] * share), round(sizes[1] * share)
-        traced, handed = self._traced or (_size(step), step.handed_bytes)
+        traced, handed = self._traced or (size_of(step), step.handed_bytes)
         first, *later = step.handed
         return round(traced * first / handed), round(traced * min(first, max(later, default=first)) / handed)
 
@@ -144,14 +152,14 @@ class HandedSizes:
             return 1.0
         size, handed = self._traced
         # Loops that cut their batches to a length hand units the same in short and in long ones.
-        explained = max(handed * scaling.at(_size(step) / size), self._per_byte * _size(step))
+        explained = max(handed * scaling.at(size_of(step) / size), self._per_byte * size_of(step))
         return step.handed_bytes / explained
 
     def ratio(self, step: Step) -> float | None:
         """Return what units were handed in a step, divided by what its batches explain; ``None`` if batches tell it."""
         if not self.varies or self._traced is None or not step.handed_bytes:
             return None
-        return step.handed_bytes / self._explained(_size(step))
+        return step.handed_bytes / self._explained(size_of(step))
 
     def _share(self, step: Step, scaling: Scaling) -> float:
         """Return which share of a step's batches units worked on; less than 1 if the loop itself makes them smaller.
@@ -163,9 +171,9 @@ class HandedSizes:
         if self._traced is None or not step.handed_bytes:
             return 1.0
         size, handed = self._traced
-        if step.handed_bytes * DENSER > handed * scaling.at_least(_size(step) / size):
+        if step.handed_bytes * DENSER > handed * scaling.at_least(size_of(step) / size):
             return 1.0
-        return min(step.handed_bytes / self._explained(_size(step)), 1.0)
+        return min(step.handed_bytes / self._explained(size_of(step)), 1.0)
 
     def ahead(self, size: int) -> float:
         """Return what units may be handed in the next step, divided by what its batch explains.
@@ -222,7 +230,7 @@ def _contradicted(known: Iterable[_Handed], new: _Handed) -> _Handed | None:
     return None
 
 
-def _size(step: Step) -> int:
+def size_of(step: Step) -> int:
     """Return the bytes of a step's batches, or of the largest one where the loop accumulates several; at least 1."""
     return max(step.batch_bytes if step.later_bytes else step.all_bytes, 1)
 

@@ -30,6 +30,8 @@ TIMED_EACH = 3
 _ATTEMPTS = 8
 # The largest number of steps that are traced because they are unlike all traced steps.
 _NEW_SHAPES = 48
+# The largest number of steps that are traced to find one of a kind that was not traced.
+_AWAITED = 256
 # Steps after the first whose batches are cut in trial passes as well.
 _MORE_CUTS = 2
 # What a batch shows of a plan counts up to batches that are larger by this factor.
@@ -63,7 +65,7 @@ class Lessons:
         self._probes = probes
         self._knowledge = knowledge
         self._acts = attached.stage is Stage.ACT
-        self._new_shapes = self._late_plans = self._until_late = 0
+        self._new_shapes = self._late_plans = self._until_late = self._awaited = 0
         self._late_every, self._whole_bytes = 1, 0
         self._likeliest: Placements | None = None
         self.ahead = StepAhead(
@@ -75,6 +77,11 @@ class Lessons:
     def saves_memory(self) -> bool:
         """Whether steps must use as little memory as possible."""
         return self._acts and (self.budget_bytes is not None or isinstance(self._attached.budget, BudgetFunction))
+
+    @property
+    def awaits_kind(self) -> bool:
+        """Whether steps must be lean until one of a kind that was not traced yet comes again."""
+        return self.saves_memory and self._knowledge.awaits_kind
 
     @property
     def first_plan(self) -> Plan:
@@ -159,6 +166,9 @@ class Lessons:
             signature, known = self.ahead.signature, self._knowledge
             if self.saves_memory and known.seen and not known.knows(signature):
                 use = self.new_shape(self.leanest) or Use(self.leanest)
+            elif self.awaits_kind and known.seen:
+                self._awaited += 1
+                use = self.tracing(self.leanest) if self._awaited <= _AWAITED else Use(self.leanest)
             elif self.saves_memory and not known.plans_with(signature) and waited < _WAITS:
                 # A batch of another shape would mix its costs with the known ones.
                 waited += 1
@@ -336,7 +346,7 @@ class Lessons:
 
         If the last one needed more memory than predicted, one more step checks the corrected prediction.
         """
-        seen, scores = self._knowledge.seen, self._knowledge.scores
+        seen, scores = self._knowledge.traced_in_all, self._knowledge.scores
         short = bool(scores) and scores[-1].is_short
         leanest = self._allowed.leanest
         if sum(plan.storage != leanest.storage for plan in seen) >= TRACES - 1 and not short:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autotune.cost_model.profile import Profile
 from autotune.live.attached import Attached, Step, StepAhead
-from autotune.live.handed_sizes import DENSER, HandedSizes
+from autotune.live.handed_sizes import DENSER, HandedSizes, size_of
 from autotune.live.prediction_scores import Expected, Score
 from autotune.live.step_uses import Tracing
 from autotune.mechanics import devices
@@ -24,6 +25,7 @@ from autotune.profiling.live_profile import LiveTrace, live_profile
 from autotune.profiling.memory_scaling import Growth
 from autotune.profiling.step_record import TimedStep, recomputed_units, silent_units
 from autotune.profiling.step_signature import Signature
+from autotune.profiling.turns import Calls, joined, moved, moved_seconds, places_in
 
 # Numbers of timed steps after which the profile is made again; no more steps than the last number are timed.
 RENEWED_AFTER = (2, 4, 8, 16, 32)
@@ -31,6 +33,9 @@ RENEWED_AFTER = (2, 4, 8, 16, 32)
 _ODD = 8
 # Traced steps with other calls that are remembered for each plan.
 _MOST_ODD = 32
+# Kinds of steps, by the units that they call, that may take turns; and for how many steps after the last one of a kind
+# another one is expected.
+_KINDS, _EXPECTED = 8, 1000
 
 
 class Knowledge:
@@ -50,10 +55,19 @@ class Knowledge:
 
     Args:
         attached: The run.
+        may_take_turns: Whether steps may call different units.
     """
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: Attached, *, may_take_turns: bool = False) -> None:
         self._attached = attached
+        self._may_take_turns = may_take_turns
+        # By the units that they call, the kinds of steps that came: the number of the last one. Of the first kinds,
+        # only some of the units are known.
+        self._last: dict[frozenset[str], int] = {}
+        self._first_kinds: list[frozenset[str]] = []
+        # What units were handed per byte of its batches in the first step of each kind.
+        self._handed_by: dict[frozenset[str], float] = {}
+        self._steps = 0
         self.scores: list[Score] = []
         self.traces = 0
         self.timed: list[TimedStep] = []
@@ -65,7 +79,6 @@ class Knowledge:
         self._static = 0
         self._holds, self._present = HeldBytes(attached.model, attached.optimizer), Held()
         self._times: Counter[Plan] = Counter()
-        self._timed_calls: tuple[str, ...] = ()
         self._batch_bytes: deque[int] = deque(maxlen=64)
         self.handed = HandedSizes()
         self.forgotten = -1
@@ -76,6 +89,9 @@ class Knowledge:
         self.forgotten += 1
         self.growth = Growth()
         self.seen: dict[Plan, LiveTrace] = {}
+        # The same for each kind of steps that take turns, by the units that it calls.
+        self._kinds: dict[Calls, dict[Plan, LiveTrace]] = {}
+        self._traced_kinds = set[frozenset[str]]()
         self.signatures: list[Signature] = []
         # The most that the model and its optimizer held when a step was traced.
         self._held = Held()
@@ -106,6 +122,67 @@ class Knowledge:
     def note_usual(self, step: Step) -> None:
         """Record a step with the usual calls."""
         self.handed.note_usual(step, self.growth.scaling)
+
+    def note_kind(self, step: Step, signature: Signature) -> Step:
+        """Record the kind of a step, if steps of several kinds take turns.
+
+        Args:
+            step: The step.
+            signature: Its signature. Where that is unlike those in the profile, no plan rests on the kind.
+
+        Returns:
+            The step, with what its units would have been handed in a step of the first kind.
+        """
+        self._steps += 1
+        if not self.plans_with(signature):
+            self._last.pop(step.called, None)
+        elif step.called and not self._has_many_kinds:
+            if step.called not in self._last:
+                # It may need more than was predicted.
+                self.scores.clear()
+                self._forget_handed()
+            self._last[step.called] = self._steps
+        if step.called not in self._last or not step.handed_bytes:
+            return step
+        usual = self._handed_by.setdefault(step.called, step.handed_bytes / size_of(step))
+        first = next(iter(self._handed_by.values()))
+        return replace(step, handed=tuple(round(one * first / usual) for one in step.handed))
+
+    def _forget_handed(self) -> None:
+        """Discard what units were handed, because other units count from now on, or other kinds of steps."""
+        self.handed.begin_again()
+        if not self.handed.varies:
+            self._handed_by.clear()
+
+    def expect(self, kinds: list[frozenset[str]]) -> None:
+        """Note the first kinds of steps that take turns, each by some of the units that it calls."""
+        self._first_kinds = kinds
+        self._last = dict.fromkeys(kinds, self._steps)
+        self._forget_handed()
+
+    @property
+    def awaits_kind(self) -> bool:
+        """Whether a kind of steps that may come again was not traced yet, so that only the leanest plan is safe."""
+        untraced = (last for kind, last in self._last.items() if not self._has_traced(kind))
+        return self._has_many_kinds or self._steps - max(untraced, default=-math.inf) <= _EXPECTED
+
+    @property
+    def _has_many_kinds(self) -> bool:
+        return len(self._last) > _KINDS + len(self._first_kinds)
+
+    def _has_traced(self, kind: frozenset[str]) -> bool:
+        traced = self._traced_kinds
+        return kind in traced or (kind in self._first_kinds and any(kind <= one for one in traced))
+
+    @property
+    def traced_in_all(self) -> set[Plan]:
+        """The plans that were traced in every kind of steps."""
+        return set(self.seen).intersection(*self._kinds.values())
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether steps of several kinds were traced."""
+        return len(self._kinds) > 1
 
     @property
     def static_bytes(self) -> int:
@@ -176,7 +253,7 @@ class Knowledge:
 
     def calls_of(self, name: str) -> int:
         """Return how often a unit was called in a traced forward pass."""
-        return sum(called == name for called in self._first.calls) if self.seen else 0
+        return max((calls.count(name) for calls in self._kinds), default=0)
 
     def peak_of(self, plan: Plan, batch_bytes: float) -> float | None:
         """Return the peak of a plan in bytes, from its last traced step; ``None`` if there was none.
@@ -286,10 +363,9 @@ class Knowledge:
         if denser > DENSER or self._outgrown:
             # The loop itself makes its batches larger, computes in a wider format, or has other parameters.
             self.forget()
-        if trace.calls != self._timed_calls:
-            # Times by segment are those of these calls.
+        if not self.seen and trace.calls not in {one.calls for one in self.timed}:
+            # Times by segment are those of other calls.
             self._forget_times()
-            self._timed_calls = trace.calls
         # Of later micro-batches that are larger than the first one, the costs are upper bounds for its size.
         whole, k = use.ahead.batch_bytes, plan.accumulation_steps
         traced, later = whole, min(whole, step.later_bytes or whole)
@@ -302,7 +378,8 @@ class Knowledge:
             use.ahead.as_equal_pieces(later, k, later=True),
         )
         share = smaller / max(equal, 1)
-        gradients = self._first.attribution.gradients if self.seen else None
+        alike = self._kinds.get(trace.calls, {}).values()
+        gradients = next((one.attribution.gradients for one in alike), None)
         seen = LiveTrace(
             plan=plan,
             calls=trace.calls,
@@ -316,19 +393,27 @@ class Knowledge:
             self._score(use.expected, plan, max(step.batch_bytes, whole))
         former_law = self.growth.within, self.growth.scaling
         belongs = self._is_densest(plan, level / max(largest, 1), signature)
-        self._peaks[plan] = needed, largest, whole
+        self._note_peak(plan, trace.calls, (needed, largest, whole))
         if not belongs:
             return False
+        self._traced_kinds.add(step.called)
         self.handed.note_trace(step)
         # Growth is that of the first pieces.
-        self.growth.note(plan, equal, seen.attribution)
-        former = self.seen.get(plan)
+        self.growth.note(plan, equal, seen.attribution, trace.calls)
+        of_kind = self._kinds.setdefault(trace.calls, {})
+        former = of_kind.get(plan)
         if former is not None and former.batch_bytes > equal:
             # A smaller batch only shows how memory grows.
             return former_law != (self.growth.within, self.growth.scaling)
-        self.seen[plan] = seen
+        self.seen[plan] = of_kind[plan] = seen
         self._held = max(self._held, self._present, key=lambda held: held.total)
         return True
+
+    def _note_peak(self, plan: Plan, calls: Calls, found: tuple[int, int, int]) -> None:
+        """Record what a plan needed; of several kinds of steps, the one that needs the most per byte counts."""
+        known, known_bytes, _ = self._peaks.get(plan, (0, 1, 0))
+        if not self._kinds.keys() - {calls} or found[0] * known_bytes >= known * found[1]:
+            self._peaks[plan] = found
 
     def note_times(
         self, plan: Plan, calls: tuple[str, ...], seconds: Mapping[tuple[Phase, int], float], step: Step
@@ -344,11 +429,11 @@ class Knowledge:
         Returns:
             Whether the profile should be made again.
         """
-        if not self.seen or calls != self._first.calls:
+        if calls not in self._kinds:
             return False
         self._times[plan] += 1
         size = round(step.batch_bytes * (self.handed.ratio(step) or 1.0))
-        self.timed.append(TimedStep(plan=plan, batch_bytes=max(size, 1), seconds=seconds))
+        self.timed.append(TimedStep(plan=plan, batch_bytes=max(size, 1), seconds=seconds, calls=calls))
         return len(self.timed) in RENEWED_AFTER
 
     def profile(self, space: PlanSpace, batch_size: int) -> Profile | None:
@@ -358,7 +443,15 @@ class Knowledge:
             space: The plans that are allowed.
             batch_size: Samples in a batch.
         """
-        seen = [trace for trace in self.seen.values() if trace.plan.accumulation_steps in space.accumulation_choices]
+        order = self._order()
+        places = {calls: places_in(order, calls) for calls in self._kinds}
+        ks = space.accumulation_choices
+        seen = [
+            _in_order(one, order, places[calls])
+            for calls, traces in self._kinds.items()
+            for one in traces.values()
+            if one.plan.accumulation_steps in ks
+        ]
         if not seen:
             return None
         logs = [math.log(max(size, 1)) for size in self._batch_bytes]
@@ -367,15 +460,19 @@ class Knowledge:
             str(self._attached.device),
             space,
             seen,
-            self.timed,
+            [
+                replace(one, calls=order, seconds=moved_seconds(one.seconds, places[one.calls]))
+                for one in self.timed
+                if one.calls in places
+            ],
             batch_size=max(batch_size, 1),
             length_spread=statistics.pstdev(logs) if len(logs) > 1 else 0.0,
             growth=self.growth.within,
         )
 
-    @property
-    def _first(self) -> LiveTrace:
-        return next(iter(self.seen.values()))
+    def _order(self, *others: Calls) -> Calls:
+        """Return the calls of all kinds of steps, and of others, in one order; none if there is no such order."""
+        return functools.reduce(lambda one, other: one and (joined(one, other) or ()), [*self._kinds, *others] or [()])
 
     def _is_odd(self, calls: tuple[str, ...], signature: Signature, plan: Plan, needed: tuple[int, int]) -> bool:
         """Return whether a traced step made more calls than usual; if it made fewer, the former ones were odd.
@@ -389,12 +486,14 @@ class Knowledge:
         Raises:
             RuntimeError: If neither holds, so that units are called in no order that plans could count on.
         """
-        usual, self._odd = self._first.calls, self._odd + 1
+        usual, self._odd = next((one for one in self._kinds if set(one) == set(calls)), ()), self._odd + 1
         if calls == usual:
             self._odd = 0
         elif self._odd > _ODD or not self.plans_with(signature):
             # The usual calls have changed.
             self._forget_calls()
+        elif not usual and self._may_take_turns and len(self._kinds) < _KINDS and self._order(calls):
+            self._odd = 0
         elif (more := _times_more(calls, usual)) is not None:
             self._odd_calls = max(self._odd_calls, more)
             self._odd_peaks.setdefault(plan, deque(maxlen=_MOST_ODD)).append(needed)
@@ -437,6 +536,25 @@ class Knowledge:
             # Memory that the loop itself has allocated since the prediction is not due to the plan.
             measured = self.latest_peak - max(self._static - expected.static_bytes, 0)
             self.scores.append(Score(predicted_bytes=int(expected.peak_bytes), measured_bytes=measured))
+
+
+def _in_order(trace: LiveTrace, order: Calls, places: Sequence[int]) -> LiveTrace:
+    """Return a trace as one of a step that calls the units of all kinds of steps.
+
+    Args:
+        trace: The trace.
+        order: The units that all kinds call, in order.
+        places: The number of each of the trace's segments in such a step.
+    """
+    if order == trace.calls:
+        return trace
+    return replace(
+        trace,
+        calls=order,
+        kind=frozenset(trace.calls),
+        attribution=moved(trace.attribution, places),
+        seconds=moved_seconds(trace.seconds, places),
+    )
 
 
 def _times_more(calls: tuple[str, ...], usual: tuple[str, ...]) -> int | None:

@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 # times.
 _LARGER = 1.1
 _RETRACES = 12
-# Under a budget, a step is traced again after this many steps, then after twice as many each time, up to a limit, to
-# find memory that the loop adds on its own schedule.
-_TRACED_AGAIN, _TRACED_AGAIN_AT_MOST = 4, 1024
+# Under a budget, a step is traced again after this many steps, then after twice as many and one each time, up to a
+# limit, to find memory that the loop adds on its own schedule, often every second step.
+_TRACED_AGAIN, _TRACED_AGAIN_AT_MOST = 4, 1023
 # After more unreadable traces than this, no further ones are taken.
 _UNREADABLE = 4
 # After more traced steps in a row with more micro-batches than were declared, the run is not profiled.
@@ -56,9 +56,10 @@ class LiveProfiler:
 
     Args:
         attached: The run.
+        may_take_turns: Whether steps may call different units.
     """
 
-    def __init__(self, attached: Attached) -> None:
+    def __init__(self, attached: Attached, *, may_take_turns: bool = False) -> None:
         self._attached = attached
         self._allowed = AllowedPlans(attached.space)
         self._allowed.lock_storage(_scripted(attached))
@@ -66,7 +67,7 @@ class LiveProfiler:
         self.complete = False
         unusable = devices.unusable(attached.device)
         self.failed: str | None = unusable if attached.space.units else "the model has no units"
-        self.knowledge = Knowledge(attached)
+        self.knowledge = Knowledge(attached, may_take_turns=may_take_turns)
         self.probes = ProbeResults()
         self.step_peak: int | None = None
         self._lessons = Lessons(attached, self._allowed, self.probes, self.knowledge)
@@ -231,7 +232,7 @@ class LiveProfiler:
         if known.traces < TRACES + _RETRACES and (size > _LARGER * traced or self.growth.told_by(plan, size)):
             self._use = self._lessons.tracing(plan)
         elif self._lessons.saves_memory and self._until_trace <= 0:
-            self._until_trace = self._trace_every = min(2 * self._trace_every, _TRACED_AGAIN_AT_MOST)
+            self._until_trace = self._trace_every = min(2 * self._trace_every + 1, _TRACED_AGAIN_AT_MOST)
             self._use = self._lessons.tracing(plan)
         elif len(known.timed) < RENEWED_AFTER[-1] and known.times_of(plan) < TIMED_EACH:
             self._use = self._lessons.timing(plan)
@@ -263,8 +264,13 @@ class LiveProfiler:
         if lost and (self.complete or not isinstance(use, Tracing)):
             # Batches turn out not to tell what units are handed. While learning, the next lessons follow a traced step.
             self._begin_again()
-        if use is None:
-            return False
+        news = use is not None and self._learn(use, step)
+        if self.complete and self.failed is None and self._lessons.awaits_kind:
+            self._begin_again()
+        return news
+
+    def _learn(self, use: Use, step: Step) -> bool:
+        """Read what the step was used for; return whether the profile has changed."""
         try:
             use.close()
             if self._read(use, step) and self.complete:
@@ -410,6 +416,8 @@ class LiveProfiler:
                 calls = [] if use.watch is None else use.watch.calls
                 if any(len(one) > len(calls[0]) for one in calls):
                     raise RuntimeError("a later micro-batch of a step calls more units than its first one")
+                if self.knowledge.takes_turns and any(set(one) != set(calls[0]) for one in calls):
+                    raise RuntimeError("the micro-batches of a step call different units")
                 return self._read_trace(use, step) if isinstance(use, Tracing) else self._read_times(use, step)
             case _:
                 return False

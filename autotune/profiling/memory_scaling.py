@@ -15,7 +15,7 @@ The part for which a bound is highest counts, because under another plan every u
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from autotune.plan import Plan
@@ -91,22 +91,24 @@ class Growth:
 
     def __init__(self) -> None:
         self.within, self.scaling = _STEEPEST, Scaling()
-        self._points: dict[Plan, list[tuple[int, Parts]]] = {}
+        self._points: dict[tuple[Plan, Hashable], list[tuple[int, Parts]]] = {}
 
-    def note(self, plan: Plan, size: int, seen: Attribution) -> None:
+    def note(self, plan: Plan, size: int, seen: Attribution, kind: Hashable = None) -> None:
         """Add a traced step.
 
         Args:
             plan: the step's plan.
             size: bytes of its batch.
             seen: memory of its segments.
+            kind: the kind of the step, if steps of several kinds take turns. The kind that grows most counts.
         """
-        points = self._points.setdefault(plan, [])
-        points.append((size, _parts(seen)))
-        (small, low), (large, high) = (pick(points, key=lambda point: point[0]) for pick in (min, max))
-        square_share = self.scaling.square_share
-        if large > _APART * small > 0:
-            self.within, square_share = _law(large / small, low, high)
+        self._points.setdefault((plan, kind), []).append((size, _parts(seen)))
+        laws = []
+        for points in (points for (own, _), points in self._points.items() if own == plan):
+            (small, low), (large, high) = (pick(points, key=lambda point: point[0]) for pick in (min, max))
+            laws += [_law(large / small, low, high)] if large > _APART * small > 0 else []
+        square_share = max((share for _, share in laws), default=self.scaling.square_share)
+        self.within = max((within for within, _ in laws), default=self.within)
         shrunk = filter(None, map(_shrunk, self._points.values()))
         smallest, memory = min(shrunk, key=lambda pair: (pair[0], -pair[1]), default=(1.0, 1.0))
         self.scaling = Scaling(square_share, smallest, memory)
@@ -118,7 +120,7 @@ class Growth:
             plan: the step's plan.
             size: bytes of its batch.
         """
-        sizes = [known for known, _ in self._points.get(plan, [])]
+        sizes = [known for (own, _), points in self._points.items() if own == plan for known, _ in points]
         if not sizes or not size:
             return False
         spread, other = (max(found) / max(min(found), 1) for found in (sizes, [*sizes, size]))

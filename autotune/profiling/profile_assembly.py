@@ -87,16 +87,22 @@ def _step_table(steps: StepsAtK, space: PlanSpace, micro_batch: int, *, is_spars
     batch_bytes = max(trace.batch_bytes for trace in traces)
     units = [by_name.get(calls[index // 2]) if index % 2 else None for index in range(2 * len(calls) + 1)]
     seconds = seconds_by_choice(steps.timed, calls, batch_bytes, space.units if is_sparse else ())
-    seen = lowered_by_like_units([_costs(index, traces, seconds) for index in range(len(units))], units)
-    ratios = saving_ratios(seen, units)
+    kinds = _by_kind(traces)
+    seen = [lowered_by_like_units([_costs(index, own, seconds) for index in range(len(units))], units) for own in kinds]
+    ratios = [saving_ratios(costs, units) for costs in seen]
     segments = []
-    for index, (unit, costs) in enumerate(zip(units, seen, strict=True)):
-        if unit is None:
-            found = {FIXED: most(list(costs.values()))}
-        else:
-            found = costs if unit.recomputable else _without_storage(costs)
-            if is_sparse and unit.recomputable:
-                found = with_bounds(found, ratios.get(kind_of(unit), ()))
+    for index, unit in enumerate(units):
+        named: dict[str, list[Cost]] = {}
+        for costs in seen:
+            found = costs[index]
+            if unit is not None:
+                found = found if unit.recomputable else _without_storage(found)
+                if found and is_sparse and unit.recomputable:
+                    found = with_bounds(found, [one for pairs in ratios for one in pairs.get(kind_of(unit), ())])
+            for name, cost in found.items():
+                named.setdefault(name, []).append(cost)
+        found = {name: most(costs) for name, costs in named.items()}
+        if unit is not None:
             found = none_faster_than_saving(
                 {
                     name: replace(
@@ -107,7 +113,7 @@ def _step_table(steps: StepsAtK, space: PlanSpace, micro_batch: int, *, is_spars
                     for name, cost in found.items()
                 }
             )
-        gradient_bytes = traces[0].attribution.gradients[index]
+        gradient_bytes = max(own[0].attribution.gradients[index] for own in kinds)
         segments.append(Segment(unit=None if unit is None else unit.name, gradient_bytes=gradient_bytes, costs=found))
     return StepTable(
         accumulation_steps=steps.accumulation_steps,
@@ -118,6 +124,14 @@ def _step_table(steps: StepsAtK, space: PlanSpace, micro_batch: int, *, is_spars
         update_s=seconds.get(("update", -1, FIXED), 0.0),
         batch_bytes=batch_bytes,
     )
+
+
+def _by_kind(traces: Sequence[TracedStep]) -> list[list[TracedStep]]:
+    """Return the traces of each kind of steps."""
+    kinds: dict[frozenset[str] | None, list[TracedStep]] = {}
+    for trace in traces:
+        kinds.setdefault(trace.kind, []).append(trace)
+    return list(kinds.values())
 
 
 # Seconds.
@@ -192,6 +206,9 @@ def _costs(index: int, traces: Sequence[TracedStep], seconds: Mapping[_Pass, flo
     """Return the costs of a segment by choice, each from the steps with the largest batch under that choice."""
     found: dict[str, list[TracedStep]] = {}
     for trace in traces:
+        if index % 2 and trace.kind is not None and trace.calls[index // 2] not in trace.kind:
+            # Steps of this kind do not call the unit.
+            continue
         found.setdefault(choice_at(trace.plan, trace.calls, index), []).append(trace)
     costs = {}
     for name, own in found.items():
@@ -224,7 +241,10 @@ def _boundaries(traces: Sequence[TracedStep], units: Mapping[str, Unit], *, is_s
     merged = []
     for key in sorted({key for trace in traces for key in trace.attribution.boundaries}):
         seen = [(trace, passing) for trace in traces if (passing := trace.attribution.boundaries.get(key))]
-        size = max(trace.traced_bytes for trace, _ in seen)
+        largest = {
+            kind: max(trace.traced_bytes for trace, _ in seen if trace.kind == kind)
+            for kind in {trace.kind for trace, _ in seen}
+        }
         boundary = as_boundary(key, [passing for _, passing in seen])
         # Views of one block in some trace: what keeps one of them keeps all.
         alike = {one for _, passing in seen for one in passing.shares}
@@ -234,7 +254,7 @@ def _boundaries(traces: Sequence[TracedStep], units: Mapping[str, Unit], *, is_s
         merged.append(
             replace(
                 boundary,
-                size_bytes=max(passing.size for trace, passing in seen if trace.traced_bytes == size),
+                size_bytes=max(passing.size for trace, passing in seen if trace.traced_bytes == largest[trace.kind]),
                 # Code between units keeps the same tensors under every plan.
                 held=boundary.held or any(segment % 2 == 0 for _, passing in seen for segment in passing.keepers),
                 keepers=_possible_keepers(traces, keeping, units) if is_sparse else _seen_keepers(keeping),

@@ -25,6 +25,7 @@ class TracedStep:
         attribution: the memory of each segment.
         batch_bytes: bytes of the batch to which the attribution was scaled.
         traced_bytes: bytes of the step's actual batch.
+        kind: the units among them that it called itself, if other kinds of steps call the rest; ``None`` for all.
     """
 
     plan: Plan
@@ -32,6 +33,7 @@ class TracedStep:
     attribution: Attribution
     batch_bytes: int
     traced_bytes: int
+    kind: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +45,14 @@ class TimedStep:
         batch_bytes: bytes of its batch.
         seconds: seconds by phase and segment, over all micro-batches.
         traced: whether it was traced, which makes it slower; such times are used only where no others are known.
+        calls: the units that it called, in order; empty where all steps call the same.
     """
 
     plan: Plan
     batch_bytes: int
     seconds: Mapping[tuple[Phase, int], float]
     traced: bool = False
+    calls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,17 +47,26 @@ class UnitCalls:
 
     Args:
         switcher: The switcher that counts them.
+        tells_apart: Whether to tell apart steps that call different units. Units that only some steps call do not count
+            then among those that are handed something.
 
     Attributes:
         handed: bytes that the counted units were handed in each forward pass of the last step; in all of them together
             if passes did not call the same units.
         handed_calls: the calls per forward pass in which they were.
+        called: the units that the last step called, once steps are told apart; empty before.
     """
 
-    def __init__(self, switcher: Switcher) -> None:
+    def __init__(self, switcher: Switcher, *, tells_apart: bool = True) -> None:
         self._switcher = switcher
         self.handed, self.handed_calls = [0], 0
         self._names: list[str] = []
+        self._all: list[str] = []
+        self._tells_apart, self._told = tells_apart, False
+        self.called: frozenset[str] = frozenset()
+        # The counted units that the first kinds of steps have called, and those that every step has.
+        self._kinds: list[frozenset[str]] = []
+        self._always = frozenset[str]()
         # For each recent step, whether it had several micro-batches.
         self._several: deque[bool] = deque(maxlen=_SEVERAL_STEPS)
         # For each recent step, calls per forward pass divided by those when the run was profiled.
@@ -112,8 +121,21 @@ class UnitCalls:
         Args:
             names: All units in the order of their calls.
         """
-        self._names = representatives(names)
+        self._all = list(names)
+        self._names = representatives(self._all)
         self._switcher.count(self._names)
+
+    def tell_apart(self) -> list[frozenset[str]]:
+        """Count all units from now on; return those called by each kind of steps so far, of the counted ones."""
+        kinds, self._kinds = self._kinds, []
+        self._names, self._told = self._all, True
+        self._switcher.count(self._names)
+        return kinds
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether steps have called different units, and should be told apart from now on."""
+        return self._tells_apart and not self._told and len(self._kinds) > 1
 
     def compare(self, profiled: Mapping[str, int]) -> None:
         """Begin to compare.
@@ -147,7 +169,16 @@ class UnitCalls:
         Of units that differ, the one that was called most often counts.
         """
         found, passes = self._taken(), max(self._passes, 1)
-        self._note_handed(list(found.values()), passes)
+        called = frozenset(name for name, own in found.items() if own)
+        if called:
+            self._always = self._always & called if self._kinds else called
+            self._kinds += [called] if len(self._kinds) < 2 and called not in self._kinds else []
+        self.called = called if self._told else frozenset()
+        common = list(found.values())
+        if self._tells_apart:
+            # Steps of two kinds cannot be compared before they are told apart.
+            common = [own for name, own in found.items() if name in self._always and not self.takes_turns]
+        self._note_handed(common, passes)
         self._several.append(self._passes > 1)
         times = {
             name: len(found.get(name, ())) / passes / usual for name, usual in self._profiled.items() if self._passes

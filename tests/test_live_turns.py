@@ -1,0 +1,172 @@
+"""Tests of loops whose steps take turns between tasks, each with units of its own beside common ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_live import RESTLESS
+from test_zoo import assert_same, kept_where_locked, trained
+from torch import nn
+from zoo import WIDTH, Block, Run, points
+
+import autotune
+from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
+from autotune.plan import Storage
+from autotune.profiling.turns import Calls, joined, places_in
+
+STEPS, TRUNK = 40, 3
+
+
+class MultiTask(nn.Module):
+    """A common trunk, and for each task blocks of its own before or after it."""
+
+    def __init__(self, blocks: tuple[int, ...], *, first: bool = False) -> None:
+        super().__init__()
+        self.trunk, self.first = nn.ModuleList(Block() for _ in range(TRUNK)), first
+        for task, count in enumerate(blocks):
+            self.add_module(f"task{task}", nn.ModuleList(Block() for _ in range(count)))
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        own, common = self.get_submodule(f"task{task}"), self.trunk
+        for blocks in (own, common) if self.first else (common, own):
+            for block in blocks:
+                x = block(x)
+            if self.first and task:
+                # This branch hands the trunk more than the other.
+                x = torch.cat([x, x], 1) if blocks is own else x
+        return x
+
+
+class Loop:
+    """A loop whose steps each train one task.
+
+    Args:
+        new: makes the model.
+        task_of: the task of each step.
+    """
+
+    def __init__(self, new: Callable[[], nn.Module], task_of: Callable[[int], int]) -> None:
+        self.new, self.task_of = new, task_of
+
+    def train(self, run: Run) -> None:
+        """Train."""
+        model = self.new()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        tuner = run.attach(model, optimizer)
+        for number, batch in enumerate(points(run.steps, 8 * 16)):
+            for micro in tuner.micro_batches(batch.view(8, 16, WIDTH)):
+                loss = model(micro, self.task_of(number)).square().mean()
+                tuner.backward(loss)
+            tuner.step()
+            run.log(loss)
+        run.keep(model, optimizer)
+
+
+DRAWN = torch.randint(3, (STEPS,), generator=torch.Generator().manual_seed(2)).tolist()
+LOOPS = {
+    "heads": (Loop(lambda: MultiTask((2, 1)), lambda step: step % 2), 2),
+    "branches": (Loop(lambda: MultiTask((2, 1), first=True), lambda step: step % 2), 2),
+    "drawn": (Loop(lambda: MultiTask((2, 1, 3)), DRAWN.__getitem__), 3),
+    "late": (Loop(lambda: MultiTask((2, 1, 3)), lambda step: step % 2 if step < 20 or step % 3 else 2), 3),
+    "without": (Loop(lambda: MultiTask((2, 0)), lambda step: int(step % 5 == 4)), 2),
+}
+
+
+@pytest.mark.parametrize("share", [0.5, 8.0])
+@pytest.mark.parametrize(
+    "name",
+    ["heads", "late", *(pytest.param(name, marks=pytest.mark.slow) for name in LOOPS.keys() - {"heads", "late"})],
+)
+def test_steps_of_each_task_stay_within_the_budget_once_it_was_seen(name: str, share: float) -> None:
+    """Everything was once recomputed for good, whatever the budget."""
+    loop, tasks = LOOPS[name]
+    attaching: dict[str, Any] = {"limits": RESTLESS, "policy": "exact"}
+    alone = trained(loop, Run(steps=STEPS))
+    lean = trained(loop, Run({**attaching, "memory_budget_bytes": 1}, steps=STEPS))
+    plans = kept_where_locked(lean)
+    full = plans[0].changed(storage=dict.fromkeys(plans[0].storage, Storage.SAVE))
+    lowest, highest = (max(trained(loop, Run(plans=own, steps=STEPS)).peaks) for own in (plans, [full]))
+    budget = int(lowest + share * (highest - lowest))
+    run = trained(loop, Run({**attaching, "memory_budget_bytes": budget}, steps=STEPS))
+    assert_same(alone, run)
+    assert "profile" not in run.locks
+    first = {loop.task_of(step): step for step in reversed(range(STEPS))}
+    assert len(first) == tasks
+    peaks = trained(loop, Run(plans=kept_where_locked(run), steps=STEPS)).peaks
+    assert {step for step, peak in enumerate(peaks) if peak > budget} <= set(first.values())
+    if share > 1:
+        assert not [plan.recomputed for plan in run.used[-4:] if plan.recomputed]
+
+
+def test_heads_take_turns_in_a_loop_that_stays_as_it_is() -> None:
+    def losses(budget: int | None) -> tuple[list[float], list[int], Any]:
+        torch.manual_seed(0)
+        model = MultiTask((2, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        tuner = None if budget is None else autotune.checkpoint(model, budget, optimizer=optimizer)
+        found, peaks = [], []
+        for number, batch in enumerate(points(STEPS, 8 * 16)):
+            meter = MemoryMeter(torch.device("cpu"))
+            x = batch.view(8, 16, WIDTH)
+            if number < 2 and tuner is None:
+                with meter.metering(resident_tensors(model, optimizer, [x])):
+                    loss = model(x, number % 2).square().mean()
+                    loss.backward()
+            else:
+                loss = model(x, number % 2).square().mean()
+                loss.backward()
+            peaks.append(meter.peak_bytes or 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found, peaks, tuner
+
+    expected, peaks, _ = losses(None)
+    found, _, tuner = losses(8 * max(peaks))
+    assert found == expected
+    assert "profile" not in tuner.locks
+    assert tuner.plan.recomputed == ()
+    tuner.detach()
+
+
+class Turned(nn.Module):
+    """Blocks that are called in two orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        for block in reversed(self.blocks) if task else self.blocks:
+            x = block(x)
+        return x
+
+
+def test_units_in_two_orders_are_recomputed_for_good() -> None:
+    loop = Loop(Turned, lambda step: step % 2)
+    run = trained(loop, Run({"limits": RESTLESS, "policy": "exact", "memory_budget_bytes": 10**12}, steps=16))
+    assert "the units are called differently from step to step" in run.locks["profile"]
+    assert len(run.used[-1].recomputed) == 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("tab", "tcd", "tabcd"),
+        ("atu", "btu", "abtu"),
+        ("tab", "t", "tab"),
+        ("taub", "tuc", "taubc"),
+        ("tt", "tat", "tat"),
+        ("ta", "at", None),
+        ("ab", "cd", None),
+    ],
+)
+def test_calls_of_two_tasks_are_joined_in_one_order(one: str, other: str, expected: str | None) -> None:
+    found = joined(tuple(one), tuple(other))
+    assert found == (None if expected is None else tuple(expected))
+    for calls in (one, other) if found else ():
+        own: Calls = tuple(calls)
+        assert [found[place // 2] for place in places_in(found, own)[1::2]] == list(own)
