@@ -468,10 +468,12 @@ def test_a_scripted_model_is_refused_in_one_sentence() -> None:
         autotune.attach(model, optimizer)
 
 
-def test_accumulated_batches_of_unequal_sizes_are_kept_where_the_budget_allows() -> None:
+def test_accumulated_batches_of_unequal_sizes_are_kept_where_the_budget_allows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Each step accumulates a small and a large batch, in either order."""
 
-    def trained(budget: int | None, plan: Plan | None = None) -> tuple[list[int], list[Plan]]:
+    def trained(budget: int | None, plan: Plan | None = None) -> tuple[list[int], list[Plan], int]:
         model, chance, generator = gpt(), random.Random(2), torch.Generator().manual_seed(1)
         optimizer, peaks, used, tuner = torch.optim.AdamW(model.parameters(), 1e-3), [], [], None
         if budget is not None:
@@ -488,11 +490,19 @@ def test_accumulated_batches_of_unequal_sizes_are_kept_where_the_budget_allows()
             peaks.append(meter.peak_bytes)
             optimizer.step()
             optimizer.zero_grad()
+        over = 0 if tuner is None else tuner.status["over_budget_steps"]
         if tuner is not None:
             tuner.detach()
-        return peaks, used
+        return peaks, used, over
 
-    _, (leanest, *_) = trained(1)
-    peaks, _ = trained(None, leanest.changed(storage=dict.fromkeys(leanest.storage, Storage.SAVE)))
-    _, used = trained(int(1.2 * max(peaks)))
+    _, (leanest, *_), over = trained(1)
+    assert over >= 50
+    peaks, *_ = trained(None, leanest.changed(storage=dict.fromkeys(leanest.storage, Storage.SAVE)))
+    _, used, over = trained(int(1.2 * max(peaks)))
     assert sum(not plan.recomputed for plan in used[40:]) >= 15
+    assert over == 0
+    caplog.clear()
+    peaks, *_ = trained(None, leanest)
+    _, _, over = trained(int(1.1 * max(peaks)))
+    assert over == 0
+    assert "no plan fits" not in caplog.text

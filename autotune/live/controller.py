@@ -371,12 +371,16 @@ class Pilot:
         """Return the predicted peak of a step in bytes if no plan was known to fit it; ``None`` if one was."""
         if self._least is None:
             return None
-        known, least = self._profiler.knowledge, self._least
-        if (denser := known.handed.ratio(step)) is not None:
-            # It was not known before the step what units would be handed.
-            size = step.batch_bytes * denser
+        known, least, size = self._profiler.knowledge, self._least, float(self._size)
+        ratio = known.handed.ratio(step)
+        if ratio is not None or step.later_bytes:
+            # It was not known before the step how large all its batches, or what units are handed, would be.
+            size = step.batch_bytes * (ratio or 1.0)
             peaks = least, self.phase.peak_bytes(self.plan, size), known.peak_of(self.plan, size)
             least = min(peak for peak in peaks if peak is not None)
+        if not self._profiler.step_peak and not known.has_peak(self.plan, size):
+            # A larger step than any traced one may need less than is predicted.
+            return None
         return least + self._peaks.unforeseen
 
     def _note_calls(self, calls: int, peak: int) -> None:

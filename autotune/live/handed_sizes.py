@@ -122,7 +122,7 @@ class HandedSizes:
 
         Args:
             step: The step.
-            sizes: Bytes of its first batch, and of the smaller one of this and of the largest later one.
+            sizes: Bytes of its first batch, and of the largest later one; of the first one if there is no other.
             scaling: How memory grows with a batch's size.
         """
         if not self.varies or not step.handed_bytes:
@@ -130,7 +130,7 @@ class HandedSizes:
             return round(sizes[0] * share), round(sizes[1] * share)
         traced, handed = self._traced or (size_of(step), step.handed_bytes)
         first, *later = step.handed
-        return round(traced * first / handed), round(traced * min(first, max(later, default=first)) / handed)
+        return round(traced * first / handed), round(traced * max(later, default=first) / handed)
 
     def note_usual(self, step: Step, scaling: Scaling) -> None:
         """Record a step with the usual calls.

@@ -268,6 +268,15 @@ class Knowledge:
         needed, traced_bytes, _ = self._peaks[plan]
         return self._static + needed * max(self.growth.scaling.at(batch_bytes / max(traced_bytes, 1)), 1.0)
 
+    def has_peak(self, plan: Plan, batch_bytes: float) -> bool:
+        """Return whether a plan was last traced with a batch as large.
+
+        Args:
+            plan: The plan.
+            batch_bytes: Bytes of the batch, as of equal pieces.
+        """
+        return plan in self._peaks and self._peaks[plan][1] >= batch_bytes
+
     def times_of(self, plan: Plan) -> int:
         """Return how often a plan was timed."""
         return self._times[plan]
@@ -366,18 +375,14 @@ class Knowledge:
         if not self.seen and trace.calls not in {one.calls for one in self.timed}:
             # Times by segment are those of other calls.
             self._forget_times()
-        # Of later micro-batches that are larger than the first one, the costs are upper bounds for its size.
-        whole, k = use.ahead.batch_bytes, plan.accumulation_steps
-        traced, later = whole, min(whole, step.later_bytes or whole)
+        traced, k = use.ahead.batch_bytes, plan.accumulation_steps
+        whole, later = traced, step.later_bytes or traced
         # A batch that the loop itself makes smaller counts as a smaller one.
         if comparable or self.handed.varies:
             whole, later = self.handed.counted(step, (whole, later), self.growth.scaling)
-        equal, largest, smaller = (
-            use.ahead.as_equal_pieces(whole, k),
-            use.ahead.as_equal_pieces(whole, k, later=True),
-            use.ahead.as_equal_pieces(later, k, later=True),
-        )
-        share = smaller / max(equal, 1)
+        most = max(whole, later)
+        equal, largest = use.ahead.as_equal_pieces(whole, k), use.ahead.as_equal_pieces(most, k, later=True)
+        share = use.ahead.as_equal_pieces(later, k, later=True) / max(equal, 1)
         alike = self._kinds.get(trace.calls, {}).values()
         gradients = next((one.attribution.gradients for one in alike), None)
         seen = LiveTrace(
@@ -390,10 +395,10 @@ class Knowledge:
             seconds=seconds,
         )
         if use.expected is not None and known and denser <= DENSER:
-            self._score(use.expected, plan, max(step.batch_bytes, whole))
+            self._score(use.expected, plan, max(step.batch_bytes, most))
         former_law = self.growth.within, self.growth.scaling
         belongs = self._is_densest(plan, level / max(largest, 1), signature)
-        self._note_peak(plan, trace.calls, (needed, largest, whole))
+        self._note_peak(plan, trace.calls, (needed, largest, most))
         if not belongs:
             return False
         self._traced_kinds.add(step.called)

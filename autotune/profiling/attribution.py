@@ -78,7 +78,7 @@ def attribute(
             gradient counts once, although its segment varies from trace to trace; ``None`` takes this trace's.
         silent: names of the units of which the trace does not tell what they save; they keep what they receive if it
             stays until backward.
-        later_share: samples of the largest later micro-batch over those of the first one, at most 1. The peaks of later
+        later_share: samples of the largest later micro-batch over those of the first one. The peaks of later
             micro-batches are returned as they would be if these were as large.
 
     Raises:
@@ -121,7 +121,7 @@ def attribute(
         later = peaks.get((1, phase, index))
         if later is None:
             return first, 0
-        return first, _as_large(first, later - total, base, later_share)
+        return first, _as_large(first, later - total, base, later_share, left[index])
 
     return Attribution(
         saved=tuple(saved),
@@ -133,7 +133,7 @@ def attribute(
     )
 
 
-def _as_large(first: int, needed: int, base: int, share: float) -> int:
+def _as_large(first: int, needed: int, base: int, share: float, gradient: int) -> int:
     """Return the peak bytes of a later micro-batch as they would be if it were as large as the first one.
 
     Args:
@@ -141,12 +141,15 @@ def _as_large(first: int, needed: int, base: int, share: float) -> int:
         needed: those of the later one, with what earlier segments keep.
         base: bytes that earlier segments keep of the first one.
         share: samples of the later one over those of the first one.
+        gradient: bytes of the segment's gradient, beside which a later one may stand until it is added.
     """
-    scaled = math.ceil(needed / share) - base
-    if share >= _SMALLER:
-        return scaled
-    # A part of it does not grow with samples, and another one may grow by more than in proportion.
-    return max(first, min(scaled, first + math.ceil(max(needed - share * base, 0))))
+    if _SMALLER <= share <= 1:
+        return math.ceil(needed / share) - base
+    # What grows in proportion is that of the first one; the rest may not grow with samples.
+    rest = needed - share * base
+    if share > 1:
+        return min(first + max(math.ceil(rest - share * first), gradient), needed - base)
+    return max(first, min(math.ceil(needed / share) - base, first + math.ceil(max(rest, 0))))
 
 
 def as_boundary(key: BoundaryKey, seen: Sequence[Passing]) -> Boundary:
