@@ -368,7 +368,11 @@ class Pilot:
             self._meet()
 
     def _least_of(self, step: Step) -> float | None:
-        """Return the predicted peak of a step in bytes if no plan was known to fit it; ``None`` if one was."""
+        """Return the predicted peak of a step in bytes if no plan was known to fit it.
+
+        Returns:
+            The peak; ``None`` if a plan was known to fit, or if the step was larger than the traced ones, which did fit.
+        """
         if self._least is None:
             return None
         known, least, size = self._profiler.knowledge, self._least, float(self._size)
@@ -378,8 +382,13 @@ class Pilot:
             size = step.batch_bytes * (ratio or 1.0)
             peaks = least, self.phase.peak_bytes(self.plan, size), known.peak_of(self.plan, size)
             least = min(peak for peak in peaks if peak is not None)
-        if not self._profiler.step_peak and not known.has_peak(self.plan, size):
-            # A larger step than any traced one may need less than is predicted.
+        traced = known.peak_of(self.plan, 0.0) or 0.0
+        if (
+            not self._profiler.step_peak
+            and traced <= (self._budget.latest or 0)
+            and not known.has_peak(self.plan, size)
+        ):
+            # The larger step may need less than is predicted.
             return None
         return least + self._peaks.unforeseen
 
