@@ -371,7 +371,7 @@ class Pilot:
         """Return the predicted peak of a step in bytes if no plan was known to fit it.
 
         Returns:
-            The peak; ``None`` if a plan was known to fit, or if the step was larger than the traced ones, which did fit.
+            The peak; ``None`` if a plan was known to fit, or if the step was larger than traced ones, which fitted.
         """
         if self._least is None:
             return None
