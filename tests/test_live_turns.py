@@ -170,3 +170,69 @@ def test_calls_of_two_tasks_are_joined_in_one_order(one: str, other: str, expect
     for calls in (one, other) if found else ():
         own: Calls = tuple(calls)
         assert [found[place // 2] for place in places_in(found, own)[1::2]] == list(own)
+
+
+class Narrow(nn.Module):
+    """A residual block of some width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Head(nn.Module):
+    """A task of blocks of its own width."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.into, self.blocks = nn.Linear(WIDTH, width), nn.ModuleList(Narrow(width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Wide(nn.Module):
+    """A trunk of narrow blocks, and tasks with blocks of other widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.ModuleList(Narrow(WIDTH) for _ in range(TRUNK))
+        self.tasks = nn.ModuleDict({"0": Head(WIDTH // 2, 1), "1": Head(3 * WIDTH, 2), "2": Head(2 * WIDTH, 3)})
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        for block in self.trunk:
+            x = block(x)
+        return self.tasks[str(task)](x)
+
+
+def test_tasks_whose_blocks_are_handed_more_than_others_are_kept_within_an_ample_budget() -> None:
+    model = Wide()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    batches = list(points(50, 128))
+    peaks = []
+    for number, batch in enumerate(batches[:4]):
+        meter = MemoryMeter(torch.device("cpu"))
+        with meter.metering(resident_tensors(model, optimizer, [batch])):
+            model(batch, number % 2).square().mean().backward()
+        peaks.append(meter.peak_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+    tuner = autotune.checkpoint(model, int(1.5 * max(peaks)), optimizer=optimizer)
+    recomputed = []
+    for number, batch in enumerate(batches):
+        loss = model(batch, number % 2).square().mean()
+        recomputed.append(len(tuner.plan.recomputed))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "profile" not in tuner.locks
+    assert tuner.recomputable
+    tuner.detach()
+    assert recomputed[-10:] == [0] * 10

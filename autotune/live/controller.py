@@ -343,7 +343,7 @@ class Pilot:
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
         self._note_calls(max(calls, self._profiler.knowledge.take_odd_calls()), peak)
-        exceeds, least = peak > (self._budget.latest or math.inf), self._least_of(step)
+        exceeds, least = peak > (self._budget.latest or math.inf), self._least_of(step, measured=peak > 0)
         # Where batches do not tell what units are handed, the budget is called unreachable by what was measured alone.
         told = self._profiler.knowledge.handed.ratio(step) is None
         if least is not None and (exceeds or (not peak and least > (self._budget.latest or 0))):
@@ -367,11 +367,15 @@ class Pilot:
         if self.step % self.attached.limits.decide_every == 0:
             self._meet()
 
-    def _least_of(self, step: Step) -> float | None:
+    def _least_of(self, step: Step, *, measured: bool) -> float | None:
         """Return the predicted peak of a step in bytes if no plan was known to fit it.
 
+        Args:
+            step: The step.
+            measured: Whether its peak was measured, which counts for more.
+
         Returns:
-            The peak; ``None`` if a plan was known to fit, or if the step was larger than traced ones, which fitted.
+            The peak; ``None`` if a plan was known to fit, or if what was traced tells too little of such a step.
         """
         if self._least is None:
             return None
@@ -383,12 +387,9 @@ class Pilot:
             peaks = least, self.phase.peak_bytes(self.plan, size), known.peak_of(self.plan, size)
             least = min(peak for peak in peaks if peak is not None)
         traced = known.peak_of(self.plan, 0.0) or 0.0
-        if (
-            not self._profiler.step_peak
-            and traced <= (self._budget.latest or 0)
-            and not known.has_peak(self.plan, size)
-        ):
-            # The larger step may need less than is predicted.
+        exceeds = traced > (self._budget.latest or 0) or known.has_peak(self.plan, size)
+        if not measured and (known.takes_turns or not exceeds):
+            # A larger step, or one of another kind, may need less than is predicted.
             return None
         return least + self._peaks.unforeseen
 

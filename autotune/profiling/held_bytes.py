@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -92,9 +93,9 @@ class HeldBytes:
             # DeepSpeed's ZeRO-3 gathers weights when its own kind of dictionary is read.
             self._owners = [owner for owner in parts if owner and type(owner) is dict]
         self._counts += 1
-        met: set[int] = set()
-        model = _bytes_of((one for owner in self._owners for one in owner.values() if one is not None), met)
-        self._latest = Held(model + _bytes_of(self._kept_by_optimizer(), met), model)
+        own = {id(one): one for owner in self._owners for one in owner.values() if one is not None}
+        every = own | {id(one): one for one in self._kept_by_optimizer()}
+        self._latest = Held(_bytes_of(every.values()), _bytes_of(own.values()))
         return self._latest
 
     def _kept_by_optimizer(self) -> Iterator[torch.Tensor]:
@@ -105,15 +106,12 @@ class HeldBytes:
                 yield from _tensors_in(entry.values())
 
 
-def _bytes_of(tensors: Iterable[torch.Tensor], met: set[int]) -> int:
-    """Return the bytes of those tensors whose ids are not among those met, and add them there."""
-    total = 0
-    for one in tensors:
-        if id(one) not in met:
-            met.add(id(one))
-            # Only strided tensors know their bytes.
-            total += one.nbytes if one.layout is torch.strided else content_bytes([one])
-    return total
+def _bytes_of(tensors: Collection[torch.Tensor]) -> int:
+    try:
+        return sum(map(attrgetter("nbytes"), tensors))
+    except RuntimeError:
+        # Only strided tensors know their bytes.
+        return sum(one.nbytes if one.layout is torch.strided else content_bytes([one]) for one in tensors)
 
 
 def _tensors_in(items: Iterable[Any]) -> Iterator[torch.Tensor]:

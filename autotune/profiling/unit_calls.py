@@ -127,10 +127,9 @@ class UnitCalls:
 
     def tell_apart(self) -> list[frozenset[str]]:
         """Count all units from now on; return those called by each kind of steps so far, of the counted ones."""
-        kinds, self._kinds = self._kinds, []
         self._names, self._told = self._all, True
         self._switcher.count(self._names)
-        return kinds
+        return self._kinds
 
     @property
     def takes_turns(self) -> bool:
