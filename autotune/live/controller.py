@@ -327,7 +327,7 @@ class Pilot:
     def after_step(self, step: Step) -> None:
         """Record a step, and make a decision if one is due."""
         self._end_probe()
-        calls = self._calls.end_step()
+        calls = self._calls.end_step(self._profiler.probed_units)
         peak, watched = self._peaks.end(counts=calls <= self._calls.usual), self._profiler.watching
         if self._peaks.news:
             self._peaks.correct(self.phase.peak_bytes)

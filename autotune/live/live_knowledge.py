@@ -171,8 +171,8 @@ class Knowledge:
         return len(self._last) > _KINDS + len(self._first_kinds)
 
     def _has_traced(self, kind: frozenset[str]) -> bool:
-        traced = self._traced_kinds
-        return kind in traced or (kind in self._first_kinds and any(kind <= one for one in traced))
+        traced, known = self._traced_kinds, frozenset[str]().union(*self._first_kinds)
+        return kind in traced or (kind in self._first_kinds and any(one & known == kind for one in traced))
 
     @property
     def traced_in_all(self) -> set[Plan]:

@@ -115,6 +115,12 @@ class LiveProfiler:
         return self._began
 
     @property
+    def probed_units(self) -> list[str]:
+        """The units that the running step has called under a probe so far."""
+        use = self._use
+        return [name for name, probe in use.probes.items() if probe.calls] if isinstance(use, Probing) else []
+
+    @property
     def growth(self) -> Growth:
         """How memory grows with a batch's size."""
         return self.knowledge.growth

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -162,13 +162,16 @@ class UnitCalls:
         """Note that a forward pass begins."""
         self._passes += 1
 
-    def end_step(self) -> int:
+    def end_step(self, probed: Collection[str] = ()) -> int:
         """Return a step's calls per forward pass, divided by those when the run was profiled; 1 if it is not known.
 
         Of units that differ, the one that was called most often counts.
+
+        Args:
+            probed: the units that were called under a probe, which does not count them.
         """
         found, passes = self._taken(), max(self._passes, 1)
-        called = frozenset(name for name, own in found.items() if own)
+        called = frozenset(name for name, own in found.items() if own) | set(self._names).intersection(probed)
         if called:
             self._always = self._always & called if self._kinds else called
             self._kinds += [called] if len(self._kinds) < 2 and called not in self._kinds else []
