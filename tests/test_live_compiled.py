@@ -86,8 +86,9 @@ def test_individually_compiled_blocks_are_switched_without_recompilation(backend
     )
     assert tuned.status["switches"] >= 25  # type: ignore[attr-defined]
     assert not any(name.startswith("blocks") for name in tuned.tuner.locks)
-    # The first compilation in a process may be followed by one more check than later ones.
-    assert all(after[name] <= before[name] for name in after), (before, after)
+    # Of two compilations in a process, either may be followed by one more check of the frame than the other.
+    checks = {"total", "ok"}
+    assert all(after[name] <= before[name] + (name in checks) for name in after), (before, after)
     assert after["unique_graphs"] == before["unique_graphs"] <= 2
     assert_identical(plain, tuned)
     assert list(plain.model.state_dict()) == list(tuned.model.state_dict())
