@@ -54,12 +54,15 @@ def _compile_anew() -> Iterator[None]:
 
 
 def counted(run: Callable[[], Trace]) -> tuple[Trace, dict[str, int]]:
-    """Return a run, and the number of compilations of each function."""
+    """Return a run, and the numbers of graphs that were compiled in it, of their calls, and of breaks.
+
+    Frames are not counted: a weak dictionary's callback that happens to run within a compiled block is one, too.
+    """
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     trace = run()
-    found = {**counters["stats"], **counters["frames"], "breaks": sum(counters["graph_break"].values())}
+    found = {**counters["stats"], "breaks": sum(counters["graph_break"].values())}
     return trace, found
 
 
@@ -86,9 +89,7 @@ def test_individually_compiled_blocks_are_switched_without_recompilation(backend
     )
     assert tuned.status["switches"] >= 25  # type: ignore[attr-defined]
     assert not any(name.startswith("blocks") for name in tuned.tuner.locks)
-    # Of two compilations in a process, either may be followed by one more check of the frame than the other.
-    checks = {"total", "ok"}
-    assert all(after[name] <= before[name] + (name in checks) for name in after), (before, after)
+    assert all(after[name] <= before[name] for name in after), (before, after)
     assert after["unique_graphs"] == before["unique_graphs"] <= 2
     assert_identical(plain, tuned)
     assert list(plain.model.state_dict()) == list(tuned.model.state_dict())
