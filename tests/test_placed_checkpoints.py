@@ -198,7 +198,8 @@ def test_second_inputs_of_independent_sizes_are_kept_where_an_ample_budget_allow
 
     _, (leanest, *_) = trained(1)
     peaks, _ = trained(None, leanest.changed(storage=dict.fromkeys(leanest.storage, Storage.SAVE)))
-    _, used = trained(2 * max(peaks))
+    # Predictions for sizes that were not traced are upper bounds, by a factor that depends on which plans were tried.
+    _, used = trained(4 * max(peaks))
     assert sum(not plan.recomputed for plan in used[60 * accumulated :]) >= 30 * accumulated
 
 
