@@ -130,7 +130,8 @@ def resolved(device: AnyDevice | None, where: str = "device") -> torch.device:
 
 def is_accelerator(device: AnyDevice) -> bool:
     """Return whether a device has its own memory, clock and allocator."""
-    return torch.device(device).type not in ("cpu", "meta")
+    found = device if isinstance(device, torch.device) else torch.device(device)
+    return found.type not in ("cpu", "meta")
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -56,7 +56,8 @@ class Held:
 class HeldBytes:
     """Counts what a model and its optimizer hold.
 
-    Modules that are added or removed are noticed after ``_WALK_EVERY`` counts at the latest.
+    Modules that are added or removed, and tensors of the optimizer that are resized in place, are noticed after
+    ``_WALK_EVERY`` counts at the latest.
 
     Args:
         model: the model.
@@ -66,6 +67,9 @@ class HeldBytes:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._owners: list[dict[str, Any]] = []
+        # What was there when the optimizer's tensors were last counted, and the bytes of those beside the model's.
+        self._ids: list[int] = []
+        self._other_bytes = 0
         self._counts = self._pause = 0
         self._cost_s = math.inf
         self._latest = Held()
@@ -94,16 +98,17 @@ class HeldBytes:
             self._owners = [owner for owner in parts if owner and type(owner) is dict]
         self._counts += 1
         own = {id(one): one for owner in self._owners for one in owner.values() if one is not None}
-        every = own | {id(one): one for one in self._kept_by_optimizer()}
-        self._latest = Held(_bytes_of(every.values()), _bytes_of(own.values()))
+        kept = [one for group in self._optimizer.param_groups for one in group["params"]]
+        kept += [one for entry in self._optimizer.state.values() if isinstance(entry, dict) for one in entry.values()]
+        ids = [*own, *map(id, kept)]
+        if ids != self._ids or self._counts % _WALK_EVERY == 1:
+            # What containers hold may change while they stay.
+            self._ids = [] if any(isinstance(one, _CONTAINERS) for one in kept) else ids
+            others = {id(one): one for one in _tensors_in(kept) if id(one) not in own}
+            self._other_bytes = _bytes_of(others.values())
+        model = _bytes_of(own.values())
+        self._latest = Held(model + self._other_bytes, model)
         return self._latest
-
-    def _kept_by_optimizer(self) -> Iterator[torch.Tensor]:
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
-        for entry in self._optimizer.state.values():
-            if isinstance(entry, dict):
-                yield from _tensors_in(entry.values())
 
 
 def _bytes_of(tensors: Collection[torch.Tensor]) -> int:

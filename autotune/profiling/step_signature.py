@@ -52,10 +52,12 @@ class Signature:
 
     def tells_of(self, other: Signature) -> bool:
         """Return whether the memory of a step with this signature predicts that of the other, scaled by bytes."""
-        return self.covers(other) or self.scales_to(other)
+        return self == other or self.covers(other) or self.scales_to(other)
 
     def scales_to(self, other: Signature) -> bool:
         """Return whether steps with the two signatures need memory in proportion to the bytes of their batches."""
+        if self == other:
+            return True
         if self.covers(other):
             return not other._hides_growth_to(self)
         return other.covers(self) and not self._hides_growth_to(other)
