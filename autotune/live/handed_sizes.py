@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from autotune.live.attached import Step
@@ -44,10 +44,14 @@ class HandedSizes:
 
     Attributes:
         varies: Whether batches do not tell what units are handed.
+
+    Args:
+        scaling: Returns how memory grows with a batch's size, as far as it is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scaling: Callable[[], Scaling]) -> None:
         self.varies = False
+        self._scaling = scaling
         self._recent: deque[_Handed] = deque()
         # How many recent steps there are of each kind that no other step contradicts.
         self._agreeing: Counter[_Handed] = Counter()
@@ -117,42 +121,31 @@ class HandedSizes:
         if self._traced is None or counted > self._traced[0]:
             self._traced = counted, step.handed_bytes
 
-    def counted(self, step: Step, sizes: tuple[int, int], scaling: Scaling) -> tuple[int, int]:
+    def counted(self, step: Step, sizes: tuple[int, int]) -> tuple[int, int]:
         """Return the sizes by which memory grows as it does with batches that tell what units are handed.
 
         Args:
             step: The step.
             sizes: Bytes of its first batch, and of the largest later one; of the first one if there is no other.
-            scaling: How memory grows with a batch's size.
         """
         if not self.varies or not step.handed_bytes:
-            share = self._share(step, scaling)
+            share = self._share(step)
             return round(sizes[0] * share), round(sizes[1] * share)
         traced, handed = self._traced or (size_of(step), step.handed_bytes)
         first, *later = step.handed
         return round(traced * first / handed), round(traced * max(later, default=first) / handed)
 
-    def note_usual(self, step: Step, scaling: Scaling) -> None:
-        """Record a step with the usual calls.
+    def note_usual(self, step: Step) -> None:
+        """Record a step with the usual calls."""
+        self._denser.append(max(self.denser(step), 1.0))
 
-        Args:
-            step: The step.
-            scaling: How memory grows with a batch's size.
-        """
-        self._denser.append(max(self.denser(step, scaling), 1.0))
-
-    def denser(self, step: Step, scaling: Scaling) -> float:
-        """Return what units were handed in a step, divided by what its batches explain; 1 if that is not known.
-
-        Args:
-            step: The step.
-            scaling: How memory grows with a batch's size.
-        """
+    def denser(self, step: Step) -> float:
+        """Return what units were handed in a step, divided by what its batches explain; 1 if that is not known."""
         if self._traced is None or not step.handed_bytes:
             return 1.0
         size, handed = self._traced
         # Loops that cut their batches to a length hand units the same in short and in long ones.
-        explained = max(handed * scaling.at(size_of(step) / size), self._per_byte * size_of(step))
+        explained = max(handed * self._scaling().at(size_of(step) / size), self._per_byte * size_of(step))
         return step.handed_bytes / explained
 
     def ratio(self, step: Step) -> float | None:
@@ -161,17 +154,12 @@ class HandedSizes:
             return None
         return step.handed_bytes / self._explained(size_of(step))
 
-    def _share(self, step: Step, scaling: Scaling) -> float:
-        """Return which share of a step's batches units worked on; less than 1 if the loop itself makes them smaller.
-
-        Args:
-            step: The step.
-            scaling: How memory grows with a batch's size.
-        """
+    def _share(self, step: Step) -> float:
+        """Return which share of a step's batches units worked on; less than 1 if the loop itself makes them smaller."""
         if self._traced is None or not step.handed_bytes:
             return 1.0
         size, handed = self._traced
-        if step.handed_bytes * DENSER > handed * scaling.at_least(size_of(step) / size):
+        if step.handed_bytes * DENSER > handed * self._scaling().at_least(size_of(step) / size):
             return 1.0
         return min(step.handed_bytes / self._explained(size_of(step)), 1.0)
 

@@ -80,7 +80,7 @@ class Knowledge:
         self._holds, self._present = HeldBytes(attached.model, attached.optimizer), Held()
         self._times: Counter[Plan] = Counter()
         self._batch_bytes: deque[int] = deque(maxlen=64)
-        self.handed = HandedSizes()
+        self.handed = HandedSizes(lambda: self.growth.scaling)
         self.forgotten = -1
         self.forget()
 
@@ -121,7 +121,7 @@ class Knowledge:
 
     def note_usual(self, step: Step) -> None:
         """Record a step with the usual calls."""
-        self.handed.note_usual(step, self.growth.scaling)
+        self.handed.note_usual(step)
 
     def note_kind(self, step: Step, signature: Signature) -> Step:
         """Record the kind of a step, if steps of several kinds take turns.
@@ -350,69 +350,93 @@ class Knowledge:
         Raises:
             RuntimeError: If it shows that the run cannot be profiled.
         """
-        plan = use.plan
+        plan, k = use.plan, use.plan.accumulation_steps
         self.traces += not use.waits
-        self._static = use.static_bytes
-        held = devices.allocated(self._attached.device)
-        if held is not None:
-            self.fragments = max(self.fragments, held.reserved_peak - held.peak)
-        began = trace.times[0] - 1
-        trace = replace(trace, changes=((began, use.gradient_bytes + use.older_bytes()), *trace.changes))
-        level = max(itertools.accumulate(change for _, change in trace.changes), default=0)
-        needed = step.batch_bytes + max(level, 0)
-        self.latest_peak = use.static_bytes + needed
-        size = use.ahead.as_equal_pieces(use.ahead.batch_bytes, plan.accumulation_steps, later=True)
+        trace, beyond = self._with_older(use, trace)
+        needed = step.batch_bytes + beyond
+        self.latest_peak = self._static + needed
+        size = use.ahead.as_equal_pieces(use.ahead.batch_bytes, k, later=True)
         if self.seen and (self._is_odd(trace.calls, signature, plan, (needed, size)) or use.waits):
             return False
         # Without traced steps, what a prediction was made from was discarded in this step.
         known = bool(self.seen)
         comparable = known and self.plans_with(signature)
         # Where batches do not tell what units are handed, steps count by that.
-        denser = self.handed.denser(step, self.growth.scaling) if comparable and not self.handed.varies else 1.0
+        denser = self.handed.denser(step) if comparable and not self.handed.varies else 1.0
         if denser > DENSER or self._outgrown:
             # The loop itself makes its batches larger, computes in a wider format, or has other parameters.
             self.forget()
         if not self.seen and trace.calls not in {one.calls for one in self.timed}:
             # Times by segment are those of other calls.
             self._forget_times()
-        traced, k = use.ahead.batch_bytes, plan.accumulation_steps
-        whole, later = traced, step.later_bytes or traced
+        whole, later = use.ahead.batch_bytes, step.later_bytes or use.ahead.batch_bytes
         # A batch that the loop itself makes smaller counts as a smaller one.
         if comparable or self.handed.varies:
-            whole, later = self.handed.counted(step, (whole, later), self.growth.scaling)
+            whole, later = self.handed.counted(step, (whole, later))
         most = max(whole, later)
-        equal, largest = use.ahead.as_equal_pieces(whole, k), use.ahead.as_equal_pieces(most, k, later=True)
-        share = use.ahead.as_equal_pieces(later, k, later=True) / max(equal, 1)
-        alike = self._kinds.get(trace.calls, {}).values()
-        gradients = next((one.attribution.gradients for one in alike), None)
-        seen = LiveTrace(
-            plan=plan,
-            calls=trace.calls,
-            attribution=attribute(trace, recomputed_units(plan), gradients, silent_units(plan), share),
-            batch_bytes=equal,
-            traced_bytes=traced,
-            static_bytes=use.static_bytes,
-            seconds=seconds,
-        )
+        seen = self._seen_in(use, trace, seconds, whole=whole, later=later)
         if use.expected is not None and known and denser <= DENSER:
             self._score(use.expected, plan, max(step.batch_bytes, most))
         former_law = self.growth.within, self.growth.scaling
-        belongs = self._is_densest(plan, level / max(largest, 1), signature)
+        largest = use.ahead.as_equal_pieces(most, k, later=True)
+        belongs = self._is_densest(plan, beyond / max(largest, 1), signature)
         self._note_peak(plan, trace.calls, (needed, largest, most))
         if not belongs:
             return False
         self._traced_kinds.add(step.called)
         self.handed.note_trace(step)
         # Growth is that of the first pieces.
-        self.growth.note(plan, equal, seen.attribution, trace.calls)
+        self.growth.note(plan, seen.batch_bytes, seen.attribution, trace.calls)
         of_kind = self._kinds.setdefault(trace.calls, {})
         former = of_kind.get(plan)
-        if former is not None and former.batch_bytes > equal:
+        if former is not None and former.batch_bytes > seen.batch_bytes:
             # A smaller batch only shows how memory grows.
             return former_law != (self.growth.within, self.growth.scaling)
         self.seen[plan] = of_kind[plan] = seen
         self._held = max(self._held, self._present, key=lambda held: held.total)
         return True
+
+    def _with_older(self, use: Tracing, trace: StepTrace) -> tuple[StepTrace, int]:
+        """Return a step's trace with what was alive before it and freed in it, and the most bytes beyond static ones.
+
+        Args:
+            use: The use of the step, which traced it.
+            trace: Its trace.
+        """
+        self._static = use.static_bytes
+        held = devices.allocated(self._attached.device)
+        if held is not None:
+            self.fragments = max(self.fragments, held.reserved_peak - held.peak)
+        changes = ((trace.times[0] - 1, use.gradient_bytes + use.older_bytes()), *trace.changes)
+        level = max(itertools.accumulate(change for _, change in changes))
+        return replace(trace, changes=changes), max(level, 0)
+
+    def _seen_in(
+        self, use: Tracing, trace: StepTrace, seconds: dict[tuple[Phase, int], float], *, whole: int, later: int
+    ) -> LiveTrace:
+        """Return what the profile is made from.
+
+        Args:
+            use: The use of the step, which traced it.
+            trace: Its trace.
+            seconds: Its seconds by phase and segment.
+            whole: Bytes by which its first batch counts.
+            later: The same for its largest later batch.
+        """
+        plan, k = use.plan, use.plan.accumulation_steps
+        equal = use.ahead.as_equal_pieces(whole, k)
+        alike = self._kinds.get(trace.calls, {}).values()
+        gradients = next((one.attribution.gradients for one in alike), None)
+        share = use.ahead.as_equal_pieces(later, k, later=True) / max(equal, 1)
+        return LiveTrace(
+            plan=plan,
+            calls=trace.calls,
+            attribution=attribute(trace, recomputed_units(plan), gradients, silent_units(plan), share),
+            batch_bytes=equal,
+            traced_bytes=use.ahead.batch_bytes,
+            static_bytes=use.static_bytes,
+            seconds=seconds,
+        )
 
     def _note_peak(self, plan: Plan, calls: Calls, found: tuple[int, int, int]) -> None:
         """Record what a plan needed; of several kinds of steps, the one that needs the most per byte counts."""

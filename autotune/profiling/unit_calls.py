@@ -57,7 +57,7 @@ class UnitCalls:
         called: the units that the last step called, once steps are told apart; empty before.
     """
 
-    def __init__(self, switcher: Switcher, *, tells_apart: bool = True) -> None:
+    def __init__(self, switcher: Switcher, *, tells_apart: bool = False) -> None:
         self._switcher = switcher
         self.handed, self.handed_calls = [0], 0
         self._names: list[str] = []
