@@ -29,6 +29,7 @@ from autotune.live.memory_budget import BudgetReader
 from autotune.live.phases import Profiled, Unprofiled
 from autotune.live.placement import Placements, usable
 from autotune.live.rank_channel import Ranks
+from autotune.live.step_room import StepRoom
 from autotune.live.step_times import StepTimes, as_values, of_all_ranks
 from autotune.live.tripwires import Reading, Wires, compiled_graphs
 from autotune.measurement import Measurement
@@ -133,10 +134,9 @@ class Pilot:
         self._check = SlowdownCheck()
         self._budget = BudgetReader(attached, log)
         self._peaks = StepPeaks(attached.device)
+        self._step_room = StepRoom(attached, self._budget, self._peaks, self._profiler.knowledge, self._calls)
         self._pressure: float | None = None
         self._cut_trials = CutTrials()
-        # The step at which gradients were last counted, and their bytes.
-        self._gradients = (-1, 0)
         # What trial passes need on the device beside their plan.
         self._copied_bytes = 0
         self._budget.read_device(self._fragments)
@@ -212,6 +212,7 @@ class Pilot:
             ahead: The step.
         """
         learns, self._least = not self._profiler.done, None
+        self._step_room.begin_step()
         if self._budget.latest is not None:
             self._profiler.knowledge.count_held(self.time.run_s / max(self.step, 1))
         if learns:
@@ -342,7 +343,9 @@ class Pilot:
             self._profiler.knowledge.note_usual(step)
         self._look_at_profile()
         peak = self._profiler.step_peak or peak or 0
-        self._note_calls(max(calls, self._profiler.knowledge.take_odd_calls()), peak)
+        most = max(calls, self._profiler.knowledge.take_odd_calls())
+        expected = self.phase.peak_bytes(self.plan, self._size) if peak else None
+        self._step_room.note_calls(self.step, most, peak=peak, expected=expected)
         exceeds, least = peak > (self._budget.latest or math.inf), self._least_of(step, measured=peak > 0)
         # Where batches do not tell what units are handed, the budget is called unreachable by what was measured alone.
         told = self._profiler.knowledge.handed.ratio(step) is None
@@ -392,34 +395,6 @@ class Pilot:
             # A larger step, or one of another kind, may need less than is predicted.
             return None
         return least + self._peaks.unforeseen
-
-    def _note_calls(self, calls: int, peak: int) -> None:
-        """Record how often a step called units, and what it needed over what one with the usual calls would have."""
-        needs = self._needs_more(peak) if calls > self._calls.usual and peak else None
-        self._calls.note(self.step, calls, needs)
-        if (
-            self._calls.is_unmeasured
-            and (needs := self._profiler.knowledge.needs_more(self._gradient_bytes)) is not None
-        ):
-            self._calls.measure(needs)
-
-    @property
-    def _gradient_bytes(self) -> int:
-        """Bytes of the gradients of all trained parameters, counted once for each step."""
-        if self._gradients[0] != self.step:
-            groups = self.attached.optimizer.param_groups
-            found = sum(one.nbytes for group in groups for one in group["params"] if one.requires_grad)
-            self._gradients = self.step, found
-        return self._gradients[1]
-
-    def _needs_more(self, peak: int) -> float | None:
-        """Return what a step needed over the prediction for its plan, both without what stays; ``None`` if unknown."""
-        static, expected = self._profiler.knowledge.static_bytes, self.phase.peak_bytes(self.plan, self._size)
-        if expected is None or not static < expected < math.inf:
-            return None
-        # Gradients, which further calls share, are a smaller part of what fuller plans need.
-        shared = min(self._gradient_bytes, (expected - static) / 2)
-        return float((peak - static - shared) / (expected - static - shared))
 
     def end_times(self, step: Step) -> None:
         """Note that the caller goes on after a step; steps that are watched or tried are not like others."""
@@ -612,7 +587,8 @@ class Pilot:
             least = min(found.least_bytes, self._measured_peak(found.plan, ahead, denser), measured)
             # Steps with the usual calls, or as dense as their batches explain, may take more than is left for them.
             whole = usable(budget) - self._peaks.unforeseen
-            limit = whole if self._calls.extra > 1 or self._accumulated_bytes else room
+            shares = self._calls.extra > 1 or self._step_room.accumulated_bytes(self.plan.accumulation_steps) > 0
+            limit = whole if shares else room
             fits = least <= limit or self._measured_peak(leanest, ahead) <= whole
             self._least = None if fits else least
             if self._calls.extra > 1 or measured <= min(room, found.least_bytes):
@@ -657,26 +633,12 @@ class Pilot:
     @property
     def _room(self) -> float:
         """Bytes that a plan may be predicted to need: the usable budget less what steps needed beyond predictions."""
-        return usable(self._allowed) - self._peaks.unforeseen
+        return self._step_room.usable_bytes(self.plan.accumulation_steps)
 
     @property
     def _allowed(self) -> int | None:
         """The budget in bytes for a step with the usual calls of units, within which one with more calls fits too."""
-        budget, more = self._budget.latest, self._profiler.knowledge.grown_bytes + self._accumulated_bytes
-        return self._with_usual_calls(None if budget is None else max(budget - more, 0))
-
-    @property
-    def _accumulated_bytes(self) -> int:
-        """Bytes of the gradients beside which a step's later micro-batches run, if none were declared."""
-        undeclared = max(self.attached.accumulation_steps, self.plan.accumulation_steps) == 1
-        return self._gradient_bytes if undeclared and self._calls.accumulates else 0
-
-    def _with_usual_calls(self, budget: int | None) -> int | None:
-        static = self._profiler.knowledge.static_bytes
-        if budget is None or budget <= static:
-            return budget
-        # Each call adds at most what the whole step needs.
-        return static + int((budget - static) / self._calls.extra)
+        return self._step_room.allowed_bytes(self.plan.accumulation_steps)
 
     # Measurements.
 
@@ -745,7 +707,7 @@ class Pilot:
             window=window,
             reference=self._reference,
             previous_loss=self._previous_loss,
-            memory_budget_bytes=self._with_usual_calls(self._budget.announced),
+            memory_budget_bytes=self._step_room.with_usual_calls(self._budget.announced),
             batch_size=1 if placements is None else placements.profile.batch_size,
             adaptive=self.attached.adaptive,
             progress=min(self.step / total, 1.0) if total else 0.0,
