@@ -136,7 +136,7 @@ class Knowledge:
         self._steps += 1
         if not self.plans_with(signature):
             self._last.pop(step.called, None)
-        elif step.called and not self._has_many_kinds:
+        elif step.called and not (self._has_many_kinds and self._has_traced(step.called)):
             if step.called not in self._last:
                 # It may need more than was predicted.
                 self.scores.clear()
@@ -164,20 +164,24 @@ class Knowledge:
     def awaits_kind(self) -> bool:
         """Whether a kind of steps that may come again was not traced yet, so that only the leanest plan is safe."""
         untraced = (last for kind, last in self._last.items() if not self._has_traced(kind))
-        return self._has_many_kinds or self._steps - max(untraced, default=-math.inf) <= _EXPECTED
+        return self._steps - max(untraced, default=-math.inf) <= _EXPECTED
 
     @property
     def _has_many_kinds(self) -> bool:
+        """Whether there are so many kinds of steps that chance seems to leave out units."""
         return len(self._last) > _KINDS + len(self._first_kinds)
 
     def _has_traced(self, kind: frozenset[str]) -> bool:
+        """Return whether a kind was traced; of many kinds, whether each of its units was."""
         traced, known = self._traced_kinds, frozenset[str]().union(*self._first_kinds)
+        if self._has_many_kinds:
+            return kind <= frozenset[str]().union(*traced)
         return kind in traced or (kind in self._first_kinds and any(one & known == kind for one in traced))
 
     @property
     def traced_in_all(self) -> set[Plan]:
-        """The plans that were traced in every kind of steps."""
-        return set(self.seen).intersection(*self._kinds.values())
+        """The plans that were traced in every kind of steps; of many kinds, in any."""
+        return set(self.seen) if len(self._kinds) > _KINDS else set(self.seen).intersection(*self._kinds.values())
 
     @property
     def takes_turns(self) -> bool:
@@ -521,7 +525,7 @@ class Knowledge:
         elif self._odd > _ODD or not self.plans_with(signature):
             # The usual calls have changed.
             self._forget_calls()
-        elif not usual and self._may_take_turns and len(self._kinds) < _KINDS and self._order(calls):
+        elif not usual and self._may_take_turns and self._order(calls):
             self._odd = 0
         elif (more := _times_more(calls, usual)) is not None:
             self._odd_calls = max(self._odd_calls, more)
