@@ -17,7 +17,7 @@ from autotune.live.attach import attach, leave_to_model
 from autotune.live.attached import Budget
 from autotune.live.integrations.micro_steps import MicroSteps
 from autotune.live.tuner import LiveTuner
-from autotune.mechanics.ambient import runs_backward
+from autotune.mechanics.ambient import runs_backward, transformed
 from autotune.mechanics.buffers import version_of
 from autotune.mechanics.watching_hooks import WatchingHook
 
@@ -129,8 +129,8 @@ class _Steps:
         self._passes.begin()
 
     def _before(self, module: nn.Module, _args: object) -> None:
-        if runs_backward():
-            # A checkpoint of the loop's own, round the model, runs it again.
+        if runs_backward() or transformed():
+            # A checkpoint of the loop's own, round the model, runs it again; or torch.func looks at it.
             return
         if not module.training or not torch.is_grad_enabled():
             return

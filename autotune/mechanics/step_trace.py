@@ -20,7 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.autograd.profiler import profile, record_function
 
 from autotune.mechanics import devices
-from autotune.mechanics.ambient import transformed
+from autotune.mechanics.ambient import recorded, transformed
 from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.memory_meter import storages
@@ -361,7 +361,7 @@ class StepTracer:
             self.trace = self._read(profiled)
 
     def _give_way(self) -> None:
-        self.watch.spoilt = "it runs code that forbids saved-tensor hooks, such as torch.func"
+        self.watch.spoilt = "it runs within saved-tensor hooks of its own, or code that forbids hooks, such as torch.func"
 
     def _mark(self) -> Any:
         with record_function(self._MARK):
@@ -386,7 +386,7 @@ class StepTracer:
         try:
             # Detached: a saved output would otherwise keep its own graph alive. Autograd keeps leaves themselves, and
             # code may give them other data until the backward pass.
-            return tensor if tensor.is_leaf else tensor.detach()
+            return tensor if tensor.is_leaf or recorded() else tensor.detach()
         except any_error() as error:  # a foreign tensor type that cannot be detached
             watch.spoilt = f"a tensor that autograd saves cannot be inspected: {error}"
             return tensor

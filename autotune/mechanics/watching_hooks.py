@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import _StopRecomputationError
 
+from autotune.mechanics.ambient import recorded
 from autotune.mechanics.buffers import version_of
 
 Pack = Callable[[torch.Tensor], torch.Tensor]
@@ -43,8 +44,8 @@ class WatchingHook:
         self._copies = copies
 
     def __call__(self, *args: Any) -> None:
-        """Call the function."""
-        if args[0] is self._module:
+        """Call the function, unless torch records a program, which must be the user's own."""
+        if args[0] is self._module and not recorded():
             self._watch(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -83,9 +84,12 @@ def yielding_saved_hooks(pack: Pack, gave_way: Callable[[], None]) -> Iterator[N
     ``torch.func`` and ``disable_saved_tensors_hooks()`` raise if hooks are set, so the hooks are removed before.
     Autograd leaves it to hooks to check that nobody writes to a saved tensor, so that is checked here.
 
+    Whoever ends a context of hooks removes the latest ones, whatever they are. So nothing is observed within hooks of
+    the caller, which may end before the body does; and hooks that the caller has set within the body are left to it.
+
     Args:
         pack: function that receives each tensor and returns the one to save.
-        gave_way: function that is called when the hooks are removed.
+        gave_way: function that is called if nothing is observed, or nothing more.
     """
     autograd: Any = torch._C._autograd
     disable = autograd._saved_tensors_hooks_disable
@@ -104,14 +108,27 @@ def yielding_saved_hooks(pack: Pack, gave_way: Callable[[], None]) -> Iterator[N
             gave_way()
         disable(*args, **kwargs)
 
+    def remove() -> None:
+        later = []
+        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None and not ours_on_top():
+            later.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+        if top is not None:
+            autograd._pop_saved_tensors_default_hooks()
+        for pair in reversed(later):
+            autograd._push_saved_tensors_default_hooks(*pair)
+
+    if autograd._top_saved_tensors_default_hooks(True) is not None:
+        gave_way()
+        yield
+        return
     autograd._push_saved_tensors_default_hooks(packed, _unpacked)
     autograd._saved_tensors_hooks_disable = give_way
     try:
         yield
     finally:
         autograd._saved_tensors_hooks_disable = disable
-        if ours_on_top():
-            autograd._pop_saved_tensors_default_hooks()
+        remove()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import nn
 
 from autotune.errors import AttachError
 from autotune.live.tuner import LiveTuner
-from autotune.mechanics.ambient import checkpoints, runs_backward
+from autotune.mechanics.ambient import checkpoints, runs_backward, transformed
 from autotune.mechanics.buffers import version_of
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.trees import tensors
@@ -191,7 +191,8 @@ class MicroSteps:
 
     def _is_watched(self, module: nn.Module) -> bool:
         """Return whether a call belongs to the loop's own forward passes, which are to be trained on."""
-        return self._watching and torch.is_grad_enabled() and module.training and not runs_backward()
+        trains = self._watching and torch.is_grad_enabled() and module.training
+        return trains and not (runs_backward() or transformed())
 
 
 def _loss_of(output: Any) -> torch.Tensor:

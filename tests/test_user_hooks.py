@@ -1,0 +1,127 @@
+"""Tests that a loop's own hooks on saved tensors, and what records its model, come out as without a tuner."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Literal
+
+import pytest
+import torch
+from test_live import RESTLESS, seeded
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from zoo import WIDTH, Residual, points
+
+import autotune
+
+STEPS = 14
+Way = Literal["checkpoint", "micro-batches", "within a step", "from the middle of a step on"]
+
+
+def rounding() -> Any:
+    """Return hooks that save activations in bf16, so that whoever runs under them gets other gradients."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.bfloat16() if tensor.dtype == torch.float32 and not tensor.is_leaf else tensor
+
+    def unpack(saved: torch.Tensor) -> torch.Tensor:
+        return saved.float() if saved.dtype == torch.bfloat16 else saved
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def top_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def stack() -> tuple[nn.Module, torch.optim.Optimizer]:
+    seeded()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Residual() for _ in range(3)], nn.Linear(WIDTH, 1))
+    return model, torch.optim.SGD(model.parameters(), 1e-2)
+
+
+def loss_of(outputs: torch.Tensor) -> torch.Tensor:
+    return (3 * outputs).tanh().square().mean()
+
+
+def trained(way: Way, budget: int | None, every: int) -> dict[str, Any]:
+    """Train with the hooks in every n-th step, open where the way says; a budget of ``None`` is unattached."""
+    model, optimizer = stack()
+    tuner: Any = None
+    if budget is not None and way == "checkpoint":
+        tuner = autotune.checkpoint(model, budget, optimizer=optimizer)
+    elif budget is not None:
+        tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=budget, runs_dir=None, limits=RESTLESS)
+    for number, batch in enumerate(points(STEPS)):
+        hooks = contextlib.ExitStack()
+        if number % every == 0 and way != "from the middle of a step on":
+            hooks.enter_context(rounding())
+        if tuner is not None and way == "micro-batches":
+            with hooks:
+                for micro in tuner.micro_batches(batch):
+                    tuner.backward(loss_of(model(micro)))
+            tuner.step()
+            continue
+        told = tuner if way not in ("checkpoint", "micro-batches") else None
+        if told is not None:
+            told.begin_step(batch)
+            told.tell_phase("forward")
+        if number % every == 0 and way == "from the middle of a step on":
+            hooks.enter_context(rounding())
+        outputs = model(batch)
+        if way != "micro-batches":
+            # Only the forward pass of the model runs within.
+            hooks.close() if way != "from the middle of a step on" else None
+        loss = loss_of(outputs)
+        if told is not None:
+            told.tell_phase("backward")
+        loss.backward()
+        if told is not None:
+            told.tell_phase("update")
+        optimizer.step()
+        optimizer.zero_grad()
+        if told is not None:
+            told.end_step()
+        hooks.close()
+        assert top_hooks() is None
+    if tuner is not None:
+        assert tuner.attached
+        tuner.detach()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("budget", [1, 10**10])
+@pytest.mark.parametrize("way", ["checkpoint", "micro-batches", "within a step", "from the middle of a step on"])
+def test_hooks_of_the_loop_hold_where_it_has_set_them_and_nowhere_else(way: Way, budget: int, every: int) -> None:
+    alone, attached = (trained(way, one, every) for one in (None, budget))
+    assert top_hooks() is None
+    for name, value in alone.items():
+        assert torch.equal(attached[name], value), name
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("step", [0, 1, 4, 9])
+def test_programs_recorded_between_steps_are_the_loops_own(step: int) -> None:
+    """The next step is prepared already, and may be traced: calls that torch records are no part of it."""
+    (batch,) = points(1)
+
+    def recorded(model: nn.Module) -> tuple[list[str], list[str]]:
+        script = torch.jit.trace(model, (batch,), check_trace=False)
+        return [node.kind() for node in script.inlined_graph.nodes()], [
+            str(node.target) for node in make_fx(model)(batch).graph.nodes
+        ]
+
+    model, optimizer = stack()
+    expected = recorded(model)
+    tuner = autotune.checkpoint(model, 1, optimizer=optimizer)
+    for number, rows in enumerate(points(step + 2)):
+        loss_of(model(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == step:
+            assert recorded(model) == expected
+            assert torch.func.jacrev(model)(batch[0]).shape == (1, *batch[0].shape)
+    assert tuner.attached
+    tuner.detach()
