@@ -336,6 +336,8 @@ class Pilot:
         step = replace(step, handed=tuple(handed), handed_calls=self._calls.handed_calls, called=self._calls.called)
         step = self._profiler.knowledge.note_kind(step, self._signature)
         self._take_news(self._profiler.end(step))
+        if self._calls.also_count(self._profiler.probes.left_out):
+            self._switcher.apply(self.plan)
         if self._calls.takes_turns:
             self._profiler.knowledge.expect(self._calls.tell_apart())
             self._switcher.apply(self.plan)
@@ -765,7 +767,7 @@ class Pilot:
             largest_bytes=self._past.largest_bytes,
         )
         self._peaks.correct(phase.peak_bytes)
-        if self._calls.counting and not self._calls.compares:
+        if self._calls.counting and (self._profiler.knowledge.takes_turns or not self._calls.compares):
             calls_of = self._profiler.knowledge.calls_of
             self._calls.compare({name: calls_of(name) for name in self.phase.space.recomputable})
         autocast = self._profiler.probes.autocast

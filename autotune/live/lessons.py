@@ -30,7 +30,7 @@ TIMED_EACH = 3
 _ATTEMPTS = 8
 # The largest number of steps that are traced because they are unlike all traced steps.
 _NEW_SHAPES = 48
-# The largest number of steps that are traced to find one of a kind that was not traced.
+# The largest number of steps in a row that are traced to find one of a kind that was not traced.
 _AWAITED = 256
 # Steps after the first whose batches are cut in trial passes as well.
 _MORE_CUTS = 2
@@ -65,7 +65,7 @@ class Lessons:
         self._probes = probes
         self._knowledge = knowledge
         self._acts = attached.stage is Stage.ACT
-        self._new_shapes = self._late_plans = self._until_late = self._awaited = 0
+        self._new_shapes = self._late_plans = self._until_late = self._awaited = self._num_untraced = 0
         self._late_every, self._whole_bytes = 1, 0
         self._likeliest: Placements | None = None
         self.ahead = StepAhead(
@@ -164,6 +164,8 @@ class Lessons:
             precisions = self._allowed.space.precisions
             use: Use | None = None
             signature, known = self.ahead.signature, self._knowledge
+            if known.untraced > self._num_untraced or not known.awaits_kind:
+                self._awaited, self._num_untraced = 0, known.untraced
             if self.saves_memory and known.seen and not known.knows(signature):
                 use = self.new_shape(self.leanest) or Use(self.leanest)
             elif self.awaits_kind and known.seen:

@@ -34,8 +34,9 @@ _ODD = 8
 # Traced steps with other calls that are remembered for each plan.
 _MOST_ODD = 32
 # Kinds of steps, by the units that they call, that may take turns; and for how many steps after the last one of a kind
-# another one is expected.
-_KINDS, _EXPECTED = 8, 1000
+# another one is expected. The loop may have ended the very first kind for good: it is expected for this many times as
+# many steps as it had.
+_KINDS, _EXPECTED, _EXPECTED_TIMES, _EXPECTED_AT_LEAST = 8, 1000, 4, 32
 
 
 class Knowledge:
@@ -46,6 +47,7 @@ class Knowledge:
         seen: The traced step of each plan, as the profile uses it.
         signatures: The signatures of traced steps; the first is that of the steps in the profile.
         scores: Scores of predicted peaks.
+        untraced: Number of steps, while steps take turns, of a kind that was not traced until then.
         traces: The number of traced steps.
         timed: The timed steps.
         latest_peak: Measured peak of the last traced step in bytes; ``None`` before the first.
@@ -67,7 +69,7 @@ class Knowledge:
         self._first_kinds: list[frozenset[str]] = []
         # What units were handed per byte of its batches in the first step of each kind.
         self._handed_by: dict[frozenset[str], float] = {}
-        self._steps = 0
+        self._steps = self._told_apart = self.untraced = 0
         self.scores: list[Score] = []
         self.traces = 0
         self.timed: list[TimedStep] = []
@@ -142,6 +144,7 @@ class Knowledge:
                 self.scores.clear()
                 self._forget_handed()
             self._last[step.called] = self._steps
+            self.untraced += not self._has_traced(step.called)
         if step.called not in self._last or not step.handed_bytes:
             return step
         usual = self._handed_by.setdefault(step.called, step.handed_bytes / size_of(step))
@@ -157,14 +160,18 @@ class Knowledge:
     def expect(self, kinds: list[frozenset[str]]) -> None:
         """Note the first kinds of steps that take turns, each by some of the units that it calls."""
         self._first_kinds = kinds
+        self._told_apart = self._steps
         self._last = dict.fromkeys(kinds, self._steps)
         self._forget_handed()
 
     @property
     def awaits_kind(self) -> bool:
         """Whether a kind of steps that may come again was not traced yet, so that only the leanest plan is safe."""
-        untraced = (last for kind, last in self._last.items() if not self._has_traced(kind))
-        return self._steps - max(untraced, default=-math.inf) <= _EXPECTED
+        first = min(max(_EXPECTED_TIMES * self._told_apart, _EXPECTED_AT_LEAST), _EXPECTED)
+        return any(
+            self._steps - last <= (first if kind in self._first_kinds[:1] else _EXPECTED) and not self._has_traced(kind)
+            for kind, last in self._last.items()
+        )
 
     @property
     def _has_many_kinds(self) -> bool:
@@ -173,9 +180,10 @@ class Knowledge:
 
     def _has_traced(self, kind: frozenset[str]) -> bool:
         """Return whether a kind was traced; of many kinds, whether each of its units was."""
-        traced, known = self._traced_kinds, frozenset[str]().union(*self._first_kinds)
+        traced = self._traced_kinds.union(map(frozenset, self._kinds))
         if self._has_many_kinds:
             return kind <= frozenset[str]().union(*traced)
+        known = frozenset[str]().union(*self._first_kinds)
         return kind in traced or (kind in self._first_kinds and any(one & known == kind for one in traced))
 
     @property

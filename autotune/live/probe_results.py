@@ -20,6 +20,7 @@ class ProbeResults:
         seconds: Seconds that probes added to forward passes.
         autocast: The dtype of the user's own autocast; ``None`` for none.
         uncalled: The units that no step has called yet.
+        left_out: The units that a first step has not called.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,7 @@ class ProbeResults:
         self.seconds = 0.0
         self.autocast: torch.dtype | None = None
         self.uncalled: list[str] = []
+        self.left_out: set[str] = set()
         self._steps = 0
         self._untrained: set[str] = set()
 
@@ -51,6 +53,7 @@ class ProbeResults:
             elif probe.calls == 0:
                 self.uncalled.append(name)
                 self._untrained |= {name} if probe.runs_untrained else set()
+        self.left_out.update(self.uncalled)
         self._steps = self._steps + 1 if len(self.uncalled) == len(use.probes) else 1
         if self._steps == _STEPS:
             locks |= {name: _UNTRAINED if name in self._untrained else _UNCALLED for name in self.uncalled}

@@ -361,7 +361,7 @@ class StepTracer:
             self.trace = self._read(profiled)
 
     def _give_way(self) -> None:
-        self.watch.spoilt = "it runs within saved-tensor hooks of its own, or code that forbids hooks, such as torch.func"
+        self.watch.spoilt = "it runs within saved-tensor hooks of its own, or code that forbids them, like torch.func"
 
     def _mark(self) -> Any:
         with record_function(self._MARK):

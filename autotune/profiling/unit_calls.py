@@ -125,6 +125,21 @@ class UnitCalls:
         self._names = representatives(self._all)
         self._switcher.count(self._names)
 
+    def also_count(self, names: Collection[str]) -> bool:
+        """Count further units, which a first step has left out: steps may differ in these alone.
+
+        Args:
+            names: The units; those that are counted already do not matter.
+
+        Returns:
+            Whether any is new, so that the plan must be applied again.
+        """
+        new = [name for name in names if name not in self._names] if self._names else []
+        if new:
+            self._names = [*self._names, *new]
+            self._switcher.count(self._names)
+        return bool(new)
+
     def tell_apart(self) -> list[frozenset[str]]:
         """Count all units from now on; return those called by each kind of steps so far, of the counted ones."""
         self._names, self._told = self._all, True
@@ -137,12 +152,15 @@ class UnitCalls:
         return self._tells_apart and not self._told and len(self._kinds) > 1
 
     def compare(self, profiled: Mapping[str, int]) -> None:
-        """Begin to compare.
+        """Begin to compare, or compare with another profile from now on.
 
         Args:
             profiled: The calls of each unit per forward pass when the run was profiled.
         """
-        self._profiled = {name: max(profiled.get(name, 0), 1) for name in self._names}
+        former, self._profiled = self._profiled, {name: max(profiled.get(name, 0), 1) for name in self._names}
+        if any(calls > former.get(name, calls) for name, calls in self._profiled.items()):
+            # What had more calls than usual may be in the profile now.
+            self._more.clear()
 
     def begin_step(self) -> None:
         """Begin a step; calls before it, such as those under a probe, do not count."""
