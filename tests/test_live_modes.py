@@ -25,6 +25,7 @@ from test_live import (
     seeded,
 )
 from torch import nn
+from zoo import WIDTH, Residual, points
 
 import autotune
 from autotune import AttachError, Settings
@@ -572,3 +573,36 @@ def test_trials_cut_no_batch_into_smaller_pieces_than_plans_do(samples: int) -> 
         tuner.step()
     largest_k = max(k for k in (1, 2, 4, 8) if k <= samples)
     assert min(map(min, sizes[2:])) == samples // largest_k
+
+
+def test_gradients_that_are_always_there_leave_storage_to_be_switched() -> None:
+    """A GAN may clear the generator's gradients within its step, and fill them again in the critic's."""
+
+    def trained(tuned: bool) -> tuple[dict[str, torch.Tensor], Any]:
+        torch.manual_seed(0)
+        generator = nn.Sequential(*[Residual() for _ in range(4)])
+        critic = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 1))
+        optimizer, other = (torch.optim.Adam(model.parameters(), 1e-3) for model in (generator, critic))
+        tuner = None
+        if tuned:
+            settings: dict[str, Any] = {"memory_budget_bytes": 10**9, "limits": RESTLESS, "runs_dir": None}
+            tuner = autotune.attach(generator, optimizer, "exact", mode="rounding", **settings)
+        for batch in points(24):
+            for micro in [batch] if tuner is None else tuner.micro_batches(batch):
+                optimizer.zero_grad()
+                loss = -critic(generator(micro)).mean()
+                loss.backward() if tuner is None else tuner.backward(loss)
+            optimizer.step() if tuner is None else tuner.step()
+            other.zero_grad()
+            critic(generator(batch)).mean().backward()
+            other.step()
+        return generator.state_dict(), tuner
+
+    alone, _ = trained(tuned=False)
+    weights, tuner = trained(tuned=True)
+    assert all(torch.equal(weights[name], value) for name, value in alone.items())
+    assert "gradients of the loop's own" in tuner.locks["accumulation_steps"]
+    assert tuner.status["acting"]
+    assert not tuner.plan.recomputed
+    assert not tuner.learning
+    tuner.detach()

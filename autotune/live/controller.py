@@ -299,6 +299,22 @@ class Pilot:
             # The step itself is not cut either.
             self._apply(self._profiler.leanest)
 
+    def lock_rounding(self, reason: str) -> None:
+        """Leave k and precisions as they are from now on; only storage is switched.
+
+        Args:
+            reason: Why.
+        """
+        space, phase = self._profiler.space, self.phase
+        for name in ("accumulation_steps", *map(str, space.precisions[1:])):
+            if name not in self._profiler.locks:
+                self._profiler.lock(name, reason)
+        logger.warning("step %d: k and precisions are left as they are: %s", self.step, reason)
+        self.log.write("locked", self.step, what="rounding", reason=reason)
+        if isinstance(phase, Profiled):
+            self._narrow(phase, phase.baseline.changed(storage=phase.decided.storage))
+        self._apply(self._profiler.leanest)
+
     def lock_shadows(self, reason: str) -> None:
         """Lock the choices that trial passes were to test."""
         self._profiler.lock_shadows(reason)

@@ -27,7 +27,6 @@ from autotune.live.controller import Pilot
 from autotune.live.kill_switches import reason_to_stop
 from autotune.live.limits import Mode, Stage
 from autotune.live.running_step import RunningStep
-from autotune.live.scaled_loss import is_scaled
 from autotune.live.step_times import StepTimes
 from autotune.mechanics import controls, devices
 from autotune.mechanics.cutting import Cutting, SampleCost, Trim
@@ -41,8 +40,8 @@ from autotune.profiling.trial_state import Writes
 
 logger = logging.getLogger(__name__)
 
-# Number of losses that are checked for the user's own scale: a loop that scales does so from the beginning.
-_LOOKED_AT = 3
+# After this many steps in a row that begin with gradients of the loop's own, these seem to be there always.
+_KEPT = 3
 # After this many batches in a row whose gradients are gone before a step, another optimizer seems to make updates. A
 # loop may skip some batches, for example for a loss that is not finite.
 _UNSTEPPED = 8
@@ -108,8 +107,9 @@ class LiveTuner:
         self._is_first = True
         # Until the model is seen to draw random numbers, apart from dropout.
         self._tries_in_training = True
-        self._num_looked_at = 0
         self._trained = Trained(facts.model)
+        # Steps in a row that began with gradients of the loop's own.
+        self._num_kept = 0
         # Batches in a row whose gradients were gone before a step.
         self._num_unstepped = 0
         self._told_of_optimizer = False
@@ -178,12 +178,10 @@ class LiveTuner:
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate the gradient of a micro-batch's mean loss, weighted by its share of the step.
 
-        A loss that torch's ``GradScaler`` has scaled is refused, because :meth:`step` would not unscale its gradient.
-        Other scales are not detected.
+        It takes the loss itself: a scale of your own, such as a ``GradScaler``'s, scales the gradient and the update.
 
         Raises:
-            AttachError: outside of :meth:`micro_batches`, or if the loss is scaled, or is not one number that requires
-                grad.
+            AttachError: outside of :meth:`micro_batches`, or if the loss is not one number that requires grad.
         """
         running = self._running
         if running is None:
@@ -199,9 +197,6 @@ class LiveTuner:
                 allowed="a tensor of one number that requires grad; no loss scale of your own is needed or allowed",
             )
         loss = loss.reshape(())
-        if self._num_looked_at < _LOOKED_AT:
-            self._num_looked_at += 1
-            _refuse_scaled(loss)
         self._tell_phase("backward")
         try:
             self._update.backward(loss, self._weight)
@@ -583,10 +578,7 @@ class LiveTuner:
         if self._pilot is not None and self._parallel and _joins(self._model):
             self._leave_join()
         self._look_at_modules()
-        # Storage may be switched while gradients are alive; k and precisions may not.
-        free = bounded or (ended and self._facts.mode is Mode.EXACT)
-        if not free and any(parameter.grad is not None for parameter in self._update.parameters):
-            # The caller's own gradients are alive, so this is not a boundary between steps and nothing is switched.
+        if not bounded and self._must_wait(ended=ended):
             return 1
         own = self._facts.accumulation_steps
         # The sizes of later micro-batches are not known: the largest so far is assumed.
@@ -618,6 +610,28 @@ class LiveTuner:
         if self._facts.adaptive:
             running.wanted = plan.accumulation_steps
         return plan.accumulation_steps if own == 1 else 1
+
+    def _must_wait(self, *, ended: bool) -> bool:
+        """Return whether gradients of the loop's own are alive, beside which k and precisions may not be switched.
+
+        If they are there in step after step, both are locked, and storage alone is switched.
+
+        Args:
+            ended: whether the step before has ended.
+        """
+        if ended and self._facts.mode is Mode.EXACT:
+            return False
+        if all(parameter.grad is None for parameter in self._update.parameters):
+            if self._num_kept < _KEPT:
+                self._num_kept = 0
+            return False
+        if not ended or self._facts.adaptive or self._pilot is None or self._pilot.ranks.many:
+            return True
+        self._num_kept += 1
+        if self._num_kept == _KEPT:
+            reason = "gradients of the loop's own are there when its steps begin"
+            self._safely(lambda pilot: pilot.lock_rounding(reason))
+        return self._num_kept < _KEPT
 
     def _look_at_modules(self) -> None:
         """Detach if modules of the model were replaced, removed or added."""
@@ -748,15 +762,6 @@ class LiveTuner:
 def _joins(model: nn.Module) -> bool:
     """Return whether a model runs within ``join()``, for ranks with uneven numbers of batches."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
-
-
-def _refuse_scaled(loss: torch.Tensor) -> None:
-    if is_scaled(loss):
-        raise AttachError(
-            "backward() was given a loss that a GradScaler has scaled, and step() would not scale its gradient back",
-            where="live tuner",
-            allowed="the loss itself; or begin_step(), tell_phase(), end_step() round the GradScaler's own step",
-        )
 
 
 def _described(value: object) -> str:
