@@ -40,6 +40,31 @@ class MultiTask(nn.Module):
         return x
 
 
+class FlatHeads(nn.Module):
+    """A common trunk, and tasks of which each has one block of a common list."""
+
+    def __init__(self, *, wide: int) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(Block() for _ in range(TRUNK))
+        self.heads = nn.ModuleList(Narrow(WIDTH, 16 if task == wide else 1) for task in range(5))
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        for block in self.trunk:
+            x = block(x)
+        return torch.as_tensor(self.heads[task](x))
+
+
+class Narrow(nn.Module):
+    """A residual block of some width."""
+
+    def __init__(self, width: int, factor: int = 2) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, factor * width), nn.GELU(), nn.Linear(factor * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
 class Loop:
     """A loop whose steps each train one task.
 
@@ -71,6 +96,8 @@ LOOPS = {
     "branches": (Loop(lambda: MultiTask((2, 1), first=True), lambda step: step % 2), 2),
     "drawn": (Loop(lambda: MultiTask((2, 1, 3)), DRAWN.__getitem__), 3),
     "late": (Loop(lambda: MultiTask((2, 1, 3)), lambda step: step % 2 if step < 20 or step % 3 else 2), 3),
+    # Neither head is the first, the middle or the last of its list.
+    "flat": (Loop(lambda: FlatHeads(wide=3), lambda step: 3 if step == 2 or (step > 24 and step % 2) else 1), 2),
     "without": (Loop(lambda: MultiTask((2, 0)), lambda step: int(step % 5 == 4)), 2),
 }
 
@@ -78,7 +105,7 @@ LOOPS = {
 @pytest.mark.parametrize("share", [0.5, 8.0])
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("heads", "late") else pytest.param(name, marks=pytest.mark.slow) for name in LOOPS],
+    [name if name in ("heads", "late", "flat") else pytest.param(name, marks=pytest.mark.slow) for name in LOOPS],
 )
 def test_steps_of_each_task_stay_within_the_budget_once_it_was_seen(name: str, share: float) -> None:
     """Everything was once recomputed for good, whatever the budget."""
@@ -132,6 +159,45 @@ def test_heads_take_turns_in_a_loop_that_stays_as_it_is() -> None:
     tuner.detach()
 
 
+@pytest.mark.parametrize(
+    ("task_of", "steps", "lean"),
+    [
+        # A task of the first steps alone is not awaited for long, nor one that was traced, nor for ever.
+        (lambda step: int(step > 2), 60, 40),
+        (lambda step: int(step >= 30), 60, 8),
+        pytest.param(lambda step: int(step >= 300) if step < 600 else step % 2, 660, 310, marks=pytest.mark.slow),
+    ],
+)
+def test_tasks_that_end_leave_others_as_fast_as_the_budget_allows(
+    task_of: Callable[[int], int], steps: int, lean: int
+) -> None:
+    loop = Loop(lambda: MultiTask((1, 1)), task_of)
+    attaching = {"limits": RESTLESS, "policy": "exact", "memory_budget_bytes": 10**10}
+    run = trained(loop, Run(attaching, steps=steps))
+    assert sum(bool(plan.recomputed) for plan in run.used) <= lean
+    assert not run.used[-1].recomputed
+
+
+def test_task_with_more_calls_that_begins_late_is_in_the_profile_then() -> None:
+    """It counted twice for good: in the profile, and as a step with more calls than usual."""
+
+    class Twice(MultiTask):
+        def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+            if task == 2:
+                for block in self.trunk:
+                    x = block(x)
+            return super().forward(x, task)
+
+    loop = Loop(lambda: Twice((1, 1, 1)), lambda step: 2 if step > 24 and step % 3 == 2 else step % 2)
+    attaching = {"limits": RESTLESS, "policy": "exact"}
+    lean = trained(loop, Run({**attaching, "memory_budget_bytes": 1}, steps=80))
+    full = lean.used[-1].changed(storage=dict.fromkeys(lean.used[-1].storage, Storage.SAVE))
+    budget = 2 * max(trained(loop, Run(plans=[full], steps=80)).peaks)
+    run = trained(loop, Run({**attaching, "memory_budget_bytes": budget}, steps=80))
+    assert "profile" not in run.locks
+    assert not any(plan.recomputed for plan in run.used[-8:])
+
+
 class Turned(nn.Module):
     """Blocks that are called in two orders."""
 
@@ -170,17 +236,6 @@ def test_calls_of_two_tasks_are_joined_in_one_order(one: str, other: str, expect
     for calls in (one, other) if found else ():
         own: Calls = tuple(calls)
         assert [found[place // 2] for place in places_in(found, own)[1::2]] == list(own)
-
-
-class Narrow(nn.Module):
-    """A residual block of some width."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
 
 
 class Head(nn.Module):
