@@ -71,15 +71,21 @@ class Loop:
     Args:
         new: makes the model.
         task_of: the task of each step.
+        optimizer: class of the optimizer; one with a state notices each parameter's first gradient.
     """
 
-    def __init__(self, new: Callable[[], nn.Module], task_of: Callable[[int], int]) -> None:
-        self.new, self.task_of = new, task_of
+    def __init__(
+        self,
+        new: Callable[[], nn.Module],
+        task_of: Callable[[int], int],
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> None:
+        self.new, self.task_of, self.optimizer = new, task_of, optimizer
 
     def train(self, run: Run) -> None:
         """Train."""
         model = self.new()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        optimizer = self.optimizer(model.parameters(), 1e-3)
         tuner = run.attach(model, optimizer)
         for number, batch in enumerate(points(run.steps, 8 * 16)):
             for micro in tuner.micro_batches(batch.view(8, 16, WIDTH)):
@@ -171,7 +177,7 @@ def test_heads_take_turns_in_a_loop_that_stays_as_it_is() -> None:
 def test_tasks_that_end_leave_others_as_fast_as_the_budget_allows(
     task_of: Callable[[int], int], steps: int, lean: int
 ) -> None:
-    loop = Loop(lambda: MultiTask((1, 1)), task_of)
+    loop = Loop(lambda: MultiTask((1, 1)), task_of, torch.optim.SGD)
     attaching = {"limits": RESTLESS, "policy": "exact", "memory_budget_bytes": 10**10}
     run = trained(loop, Run(attaching, steps=steps))
     assert sum(bool(plan.recomputed) for plan in run.used) <= lean
@@ -188,7 +194,8 @@ def test_task_with_more_calls_that_begins_late_is_in_the_profile_then() -> None:
                     x = block(x)
             return super().forward(x, task)
 
-    loop = Loop(lambda: Twice((1, 1, 1)), lambda step: 2 if step > 24 and step % 3 == 2 else step % 2)
+    task_of = lambda step: 2 if step > 24 and step % 3 == 2 else step % 2  # noqa: E731
+    loop = Loop(lambda: Twice((1, 1, 1)), task_of, torch.optim.SGD)
     attaching = {"limits": RESTLESS, "policy": "exact"}
     lean = trained(loop, Run({**attaching, "memory_budget_bytes": 1}, steps=80))
     full = lean.used[-1].changed(storage=dict.fromkeys(lean.used[-1].storage, Storage.SAVE))
