@@ -84,8 +84,10 @@ def test_command_writes_the_files_and_prints_how_to_launch(tmp_path: Path, capsy
     assert json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"] == {"stage": 1}
     assert run([*command, "--to", "json"]) == 0
     assert run([*command, "--to", "nothing"]) == 2
-    assert run([*command[:-1], str(tmp_path / "nowhere")]) == 2
-    assert "is not a folder" in capsys.readouterr().err
+    assert run([*command[:-1], str(tmp_path / "new" / "folder")]) == 0
+    assert (tmp_path / "new" / "folder" / "ds_config.json").is_file()
+    assert run([*command[:-1], str(tmp_path / "mine.json")]) == 2
+    assert "mine.json: cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", TARGETS)
