@@ -108,6 +108,16 @@ def test_single_process_exports_reject_several_ranks_and_scripts_need_a_referenc
         export(a_plan(), tiny_job.make(), "python")
 
 
+def test_a_script_tells_what_it_needs_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan, job = a_plan(), tiny_job.make()
+    assert export(plan, job, "python", reference="charlm").notes[0] == "the script needs autotune installed"
+    assert "the job mine.py:job: run it in the folder" in export(plan, job, "python", reference="mine.py:job").notes[0]
+    assert str(tmp_path) in export(plan, job, "python", reference="mine.py:job").notes[0]
+    own = export(plan, job, "python", reference=f"{tmp_path}/mine.py:job").notes[0]
+    assert own.endswith(f"and the job's file: {tmp_path}/mine.py:job")
+
+
 def test_plan_fully_contained_in_a_configuration_needs_no_plan_file() -> None:
     plan = a_plan(storage={})
     for target, file in (("accelerate", "accelerate.json"), ("transformers", "training_args.json")):
