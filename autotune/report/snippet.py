@@ -96,7 +96,8 @@ def to_python(plan: Plan, job: Job, reference: str, ranks: int = 1) -> Export:
         evaluated=_block(1, _EVALUATED if mesh is None else _EVALUATED_ON_RANKS),
     )
     command = f"python {FILE}" if mesh is None else f"torchrun --nproc-per-node {ranks} {FILE}"
-    return Export(files={FILE: _without_empty(script)}, command=command, notes=(_place(reference), *_notes(plan, job, mesh)))
+    notes = (_place(reference), *_notes(plan, job, mesh))
+    return Export(files={FILE: _without_empty(script)}, command=command, notes=notes)
 
 
 _JOINED = [
