@@ -197,7 +197,8 @@ def _place(reference: str) -> str:
     name, folder = plain(reference), Path.cwd()
     if Path(name.partition(":")[0]).is_absolute():
         return f"the script needs autotune installed, and the job's file: {name}"
-    return f"the script needs autotune installed, and the job {name}: run it in the folder {folder}"
+    started = f"start it in the folder {folder}, by its path from there"
+    return f"the script needs autotune installed, and the job {name}: {started}"
 
 
 def _notes(plan: Plan, job: Job, mesh: Mesh | None) -> tuple[str, ...]:
