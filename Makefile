@@ -7,7 +7,7 @@ DEV    := $(VENV)/.installed-dev
 
 .PHONY: demo test test-slow test-all fuzz check bench clean help
 help:
-	@echo "make demo   tune and compare a real training job (ten to fifteen minutes)"
+	@echo "make demo   tune and compare a real training job (about ten minutes)"
 	@echo "make test   the test suite (some 10 minutes on two cores)"
 	@echo "make fuzz   hostile command lines and documents, ten times as many as the tests try"
 	@echo "make test-slow, make test-all   the slow tests of the day; all tests, for hours"

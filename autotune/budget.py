@@ -67,7 +67,8 @@ class MemoryBudget:
         """
         if given is None or isinstance(given, str):
             return given
-        if isinstance(given, bool) or not isinstance(given, int):
+        is_size = isinstance(given, int) and not isinstance(given, bool)
+        if not is_size or not 0 < given <= _LARGEST_TIB * _UNITS["tib"]:
             raise BudgetError(f"memory budget is {given!r}", where="memory_budget", allowed=f"bytes, {_ALLOWED}")
         return f"{given}B"
 

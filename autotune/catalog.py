@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from autotune.errors import JobError, one_line
+from autotune.errors import JobError, a_kind, one_line
 from autotune.job import Job
 from autotune.launching import launched, plain, split
 
@@ -78,7 +78,7 @@ def load_job(reference: str | Job) -> Job:
         return reference
     if not isinstance(reference, str):
         raise JobError(
-            f"is a {type(reference).__name__}",
+            f"is {a_kind(reference)}",
             where="job",
             allowed="a Job or its name; Job.from_loader(model, loader, loss, optimizer) makes one of what a loop has",
         )

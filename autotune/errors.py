@@ -153,3 +153,9 @@ def one_line(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message; the name of its class if it has none."""
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def a_kind(value: object) -> str:
+    """Return the name of a value's class behind its article, as in ``an int``."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from autotune.compiled import is_compiled
-from autotune.errors import JobError
+from autotune.errors import JobError, a_kind
 from autotune.host_generators import Draws
 from autotune.job import Job
 
@@ -138,7 +138,7 @@ class _Batches:
     def __init__(self, loader: Iterable[Any]) -> None:
         if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
             raise JobError(
-                f"loader is a {type(loader).__name__}, which cannot be read again",
+                f"loader is {a_kind(loader)}, which cannot be read again",
                 where=WHERE,
                 allowed="a DataLoader, or another iterable that begins anew each time",
             )
@@ -256,7 +256,7 @@ def _loss_of(
     def computed(model: nn.Module, batch: Any) -> torch.Tensor:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             told = "loss=function(model, batch), or batches of inputs and targets"
-            raise JobError(f"a batch is a {type(batch).__name__} and not a pair", where="loss", allowed=told)
+            raise JobError(f"a batch is {a_kind(batch)} and not a pair", where="loss", allowed=told)
         result: torch.Tensor = criterion(model(batch[0]), batch[1])
         return result
 

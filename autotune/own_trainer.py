@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.errors import JobError, one_line
+from autotune.errors import JobError, a_kind, one_line
 from autotune.job import Job
 from autotune.own_loop import Few, job_of, labels_counted
 
@@ -55,7 +55,7 @@ def _check(trainer: Any) -> None:
     """Refuse Trainers whose training a job would not repeat."""
     kinds = type(trainer).__mro__
     if not any(kind.__name__ == "Trainer" and kind.__module__.startswith("transformers.") for kind in kinds):
-        raise JobError(f"trainer is a {type(trainer).__name__}", where=WHERE, allowed="a transformers.Trainer")
+        raise JobError(f"trainer is {a_kind(trainer)}", where=WHERE, allowed="a transformers.Trainer")
     args = trainer.args
     owner = next(kind for kind in kinds if "training_step" in vars(kind))
     if not owner.__module__.startswith(_KNOWN_STEPS):

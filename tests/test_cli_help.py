@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 
 from autotune import extras
+from autotune.agents.policies import POLICIES
+from autotune.agents.search_methods import METHODS
 from autotune.budget import MemoryBudget
 from autotune.cli import completion
 from autotune.cli.command_help import HELP
@@ -38,6 +40,18 @@ def test_examples_in_help_texts_are_commands_with_existing_options(
     command.make_context(name, arguments)
     assert run([name, "--help"]) == 0
     assert f"  {example}\n" in capsys.readouterr().out
+
+
+def test_a_usage_error_names_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, told in (("tune digits", "tune"), ("bench gpu", "bench gpu"), ("", "")):
+        assert run([*line.split(), "--foo"]) == 2
+        assert f"(see {f'autotune {told}'.strip()} --help)" in capsys.readouterr().err
+
+
+def test_the_help_of_tune_lists_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tune", "--help"]) == 0
+    told = "".join(capsys.readouterr().out.split())
+    assert [name for name in (*METHODS.registered, *POLICIES.registered) if name not in told] == []
 
 
 def test_a_shell_completes_jobs_methods_devices_and_the_last_of_several_arms() -> None:

@@ -84,8 +84,10 @@ def test_command_writes_the_files_and_prints_how_to_launch(tmp_path: Path, capsy
     assert json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"] == {"stage": 1}
     assert run([*command, "--to", "json"]) == 0
     assert run([*command, "--to", "nothing"]) == 2
-    assert run([*command[:-1], str(tmp_path / "nowhere")]) == 2
-    assert "is not a folder" in capsys.readouterr().err
+    assert run([*command[:-1], str(tmp_path / "new" / "folder")]) == 0
+    assert (tmp_path / "new" / "folder" / "ds_config.json").is_file()
+    assert run([*command[:-1], str(tmp_path / "mine.json")]) == 2
+    assert "mine.json: cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -104,6 +106,16 @@ def test_single_process_exports_reject_several_ranks_and_scripts_need_a_referenc
         export(a_plan(), tiny_job.make(), "json", ranks=2)
     with pytest.raises(InputError, match="a job was given without its reference"):
         export(a_plan(), tiny_job.make(), "python")
+
+
+def test_a_script_tells_what_it_needs_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan, job = a_plan(), tiny_job.make()
+    assert export(plan, job, "python", reference="charlm").notes[0] == "the script needs autotune installed"
+    note = export(plan, job, "python", reference="mine.py:job").notes[0]
+    assert f"the job mine.py:job: start it in the folder {tmp_path}" in note
+    own = export(plan, job, "python", reference=f"{tmp_path}/mine.py:job").notes[0]
+    assert own.endswith(f"and the job's file: {tmp_path}/mine.py:job")
 
 
 def test_plan_fully_contained_in_a_configuration_needs_no_plan_file() -> None:

@@ -115,6 +115,12 @@ def test_a_tuner_detached_within_a_forward_pass_leaves_after_it() -> None:
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
+def attached_under_a_plan() -> None:
+    model, _, optimizer = loop_of()
+    autotune.apply(model, Plan(storage=dict.fromkeys("012", "recompute")))
+    autotune.attach(model, optimizer, runs_dir=None)
+
+
 def test_a_budget_may_be_a_number_of_bytes(tmp_path: Path) -> None:
     found = autotune.tune(tiny_job.make(), "exact", memory_budget=2**30, runs_dir=tmp_path)
     assert found["measured"]["memory_budget_bytes"] == 2**30
@@ -126,11 +132,14 @@ def test_a_budget_may_be_a_number_of_bytes(tmp_path: Path) -> None:
         (lambda runs: autotune.tune(tiny_job.make(), memory_budget=0.8, runs_dir=runs), "memory budget is 0.8"),
         (lambda runs: autotune.tune(nn.Linear(2, 2), runs_dir=runs), "job: is a Linear .*Job.from_loader"),
         (lambda runs: autotune.compare(tiny_job.make(), "sqrt", runs_dir=runs), r"arms is 'sqrt' .*\['sqrt'\]"),
+        (lambda runs: autotune.tune(tiny_job.make(), memory_budget=-1, runs_dir=runs), "memory budget is -1 "),
         (lambda runs: autotune.compare(tiny_job.make(), ["sqrt"], seeds="2", runs_dir=runs), "seeds is '2'"),
+        (lambda runs: autotune.compare(tiny_job.make(), ["sqrt"], seeds=-1, runs_dir=runs), "-1 .*at least 2, at most"),
         (lambda runs: autotune.compare(tiny_job.make(), None, runs_dir=runs), "arms is None .*a list of names"),
         (lambda runs: autotune.compare(tiny_job.make(), [Plan()], runs_dir=runs), "an arm is a Plan .*a plan file"),
         (lambda runs: autotune.tune(tiny_job.make(), steps="x", runs_dir=runs), "tune: steps is 'x' .*whole number"),
         (lambda runs: autotune.tune(tiny_job.make(), lean="x", runs_dir=runs), "tune: lean is 'x'"),
+        (lambda runs: attached_under_a_plan(), r"runs under a plan already .*autotune.detach\(model\)"),
         (lambda runs: autotune.apply(nn.Linear(2, 2), "plan.json"), "plan is 'plan.json' .*Plan.load"),
         (lambda runs: autotune.apply("model", Plan()), "model is 'model' .*torch.nn.Module"),
         (lambda runs: Plan.load(None), "path is None .*a plan file or a run directory"),

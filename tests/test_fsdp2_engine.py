@@ -144,7 +144,7 @@ def test_units_whose_results_torch_cannot_look_into_gather_none_of_their_own() -
 
 REFUSALS = {
     "routed": "ranks call different parts of the model in one step: rank 0 calls blocks",
-    "own_norm": "blocks.0.over_samples is a OwnNorm, whose statistics depend on how ranks share a batch",
+    "own_norm": "blocks.0.over_samples is an OwnNorm, whose statistics depend on how ranks share a batch",
     "remembering": "the model writes other values to buffer blocks.0.seen on each rank",
     "early": "loss uses parts of the model before it calls the model",
     "scalar": "parameter scale has no dimension",

@@ -518,7 +518,7 @@ def test_model_without_units_is_only_observed() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model": 3}, "model is a int"),
+        ({"model": 3}, "model is an int"),
         ({"optimizer": "adam"}, "optimizer is a str"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)}, "owns none of the model's parameters"),
         ({"policy": "best"}, "policy is 'best'"),
@@ -528,6 +528,7 @@ def test_model_without_units_is_only_observed() -> None:
         ({"mode": "fast"}, "mode is 'fast'"),
         ({"stage": "go"}, "stage is 'go'"),
         ({"memory_budget_bytes": -3}, "memory_budget_bytes is -3"),
+        ({"memory_budget_bytes": 1.5}, r"memory_budget_bytes is 1\.5, which includes a fraction of a byte"),
         ({"memory_budget_bytes": "75%"}, "75%"),
         ({"memory_budget_bytes": "lots"}, "lots"),
         ({"memory_budget_bytes": float("inf")}, "memory_budget_bytes is inf"),

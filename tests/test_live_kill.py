@@ -145,6 +145,21 @@ def kill(count: int, seed: int, folder: Path, patch: pytest.MonkeyPatch) -> list
     return runs
 
 
+def test_a_tuner_that_was_disabled_from_the_beginning_has_the_figures_of_one_before_its_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
+    with autotune.attach(trained, optimizer, runs_dir=None) as tuner:
+        before = tuner.status
+    monkeypatch.setenv(KILL_VARIABLE, "1")
+    status = autotune.attach(trained, optimizer, runs_dir=None).status
+    assert list(status) == list(before)
+    assert status["steps"] == status["placed"] == status["switches"] == 0
+    assert not status["attached"]
+    assert status["plan"].accumulation_steps == 1
+
+
 @pytest.mark.slow
 def test_kill_switch_at_any_point_of_a_step_restores_the_unattached_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

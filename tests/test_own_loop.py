@@ -323,7 +323,7 @@ def cyclic() -> dict[str, Any]:
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "iterator": (lambda: {"loader": iter(loader())}, "cannot be read again"),
-    "no loader": (lambda: {"loader": 3}, "loader is a int"),
+    "no loader": (lambda: {"loader": 3}, "loader is an int"),
     "no batch size": (lambda: {"loader": [torch.ones(2, 9)]}, r"loader has no batch_size \(allowed: batch_size="),
     "no batching": (lambda: {"loader": loader(batch_size=None, shuffle=False)}, "loader has no batch_size"),
     "ranks": (

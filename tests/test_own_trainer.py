@@ -177,7 +177,7 @@ def test_a_trainer_that_a_job_cannot_repeat_is_refused(tmp_path: Path, change: d
 
 
 def test_what_is_no_trainer_or_is_sharded_is_refused(tmp_path: Path):
-    with pytest.raises(JobError, match=r"trainer is a int \(allowed: a transformers.Trainer\)"):
+    with pytest.raises(JobError, match=r"trainer is an int \(allowed: a transformers.Trainer\)"):
         Job.from_trainer(3)
     own = trainer(tmp_path)
     own.args.deepspeed = {"zero_optimization": {"stage": 2}}

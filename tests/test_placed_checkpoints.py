@@ -253,6 +253,21 @@ def test_an_optimizer_that_is_not_there_or_not_the_only_one_is_asked_for():
     autotune.detach(model)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"memory_budget": "-8GB"}, r"^checkpoint: memory_budget is '-8GB'"),
+        ({"memory_budget": None, "optimizer": 3}, "^checkpoint: optimizer is an int"),
+        ({"memory_budget": None, "accumulation_steps": 0}, "^checkpoint: accumulation_steps is 0"),
+    ],
+)
+def test_a_wrong_argument_is_named_as_it_was_given(given: dict[str, Any], message: str):
+    model = gpt()
+    kept = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(AttachError, match=message):
+        autotune.checkpoint(model, **{"optimizer": kept, **given})
+
+
 def outputs_as(kind: str, found: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """Return what a model may return for a result, and the result that the loss uses."""
     if kind == "namespace":

@@ -160,6 +160,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no model": (ON, "missing"),
     "no job": (["--device", "h100"], "no job is named"),
     "no devices": ([*SIZES, "--device", "h100", "--devices", "none"], "whole numbers from 1"),
+    "two models on one device": ([JOB, "--device", "h100", "--layers", "3"], "JOB cannot be combined with --layers"),
     "option of many devices": ([JOB, "--device", "h100", "--seq", "64"], "--seq is for layouts of many devices"),
     "link of one device": ([JOB, "--device", "h100", "--inner-link", "9GB/s"], "--inner-link is for layouts of many"),
     "figure of one device": (

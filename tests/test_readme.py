@@ -53,11 +53,10 @@ def script() -> dict[str, Any]:
 @pytest.mark.usefixtures("measuring_precisions")
 def test_the_blocks_of_the_readme_run_in_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names: dict[str, Any] = {"__name__": "__main__", **script()}
     found = blocks(README, "python")
     assert len(found) == 3
     for code in found:
-        names.update(script())
         exec(compile(code, "README.md", "exec"), names)
     assert names["found"]["measured"]["peak_bytes"] <= names["found"]["measured"]["memory_budget_bytes"]
     assert [entry["arm"] for entry in names["result"]["against_baseline"]] == ["sqrt", "plan"]

@@ -184,6 +184,15 @@ def test_verdict_counts_match_the_log(folder: Path) -> None:
     assert run.plan == autotune.Plan.from_json([e for e in events if e["event"] == "switched"][-1]["plan"])
 
 
+@pytest.mark.parametrize(("share", "told"), [(5.09, "509%"), (1.001, "101%"), (0.4, "40%")])
+def test_the_baseline_is_set_against_the_smallest_budget_in_percent(folder: Path, share: float, told: str) -> None:
+    run = read_attached(folder)
+    smallest = min(decision.budget_bytes for decision in run.decisions if decision.budget_bytes)
+    said = verdict(replace(run, profiles=({"baseline": {"peak_bytes": share * smallest}},)))
+    assert f"{told} of the smallest budget" in said
+    assert ("it would not fit" in said) == (share > 1)
+
+
 def test_page_contains_the_verdict_every_unit_and_how_to_repeat_the_run(folder: Path, page: Page) -> None:
     run = read_attached(folder)
     assert verdict(run) in page.text

@@ -204,6 +204,7 @@ def test_panel_shows_plan_pressure_noise_scale_times_overhead_and_trips() -> Non
         "1, at step 300: two slow windows",
     ):
         assert part in text, text
+    assert "with weights" not in text
 
 
 def test_panel_and_line_tell_what_is_expected_of_dips(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from autotune.agents.rules import RULES, rule_plan, rule_policy
 from autotune.agents.search_methods import METHODS
 from autotune.campaign.comparison import GATE
 from autotune.cost_model.profile import Profile
-from autotune.errors import InputError
+from autotune.errors import InputError, a_kind
 from autotune.job import Job
 from autotune.launching import canonical, launched, split, suffix
 from autotune.mechanics.devices import device_kind, require_fp32_choice
@@ -48,7 +48,7 @@ def _require_names(given: object) -> None:
     for name in given:
         if not isinstance(name, str):
             allowed = "the name of a rule or a method, or the path of a plan file (plan.save) or a policy folder"
-            raise InputError(f"an arm is a {type(name).__name__}", where="arms", allowed=allowed)
+            raise InputError(f"an arm is {a_kind(name)}", where="arms", allowed=allowed)
 
 
 def named_arm(name: str, job: Job, space: PlanSpace) -> Arm:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 # A summary that fits one line of 80 columns, then examples.
 HELP: dict[str, tuple[str, ...]] = {
-    "demo": ("Tune and compare a real training job, ten minutes.", "autotune demo"),
+    "demo": ("Tune and compare a real training job, about ten minutes.", "autotune demo"),
     "profile": (
         "Measure what each unit of a job costs.",
         "autotune profile charlm",

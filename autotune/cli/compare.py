@@ -55,8 +55,9 @@ def command(
         str | None,
         typer.Option(
             "--dips",
-            help="EVERY:SHARE, as in 5:70%: in every 5th window the budget shrinks to 70%. Behind jittered:, missing:, "
-            "bursts:, memoryless: or diurnal:, the windows are drawn for each seed.",
+            help="EVERY:SHARE, as in 5:70%: in every 5th window the budget shrinks to 70%; EVERY:SHARE:told announces "
+            "it to policies. Behind jittered:, missing:, bursts:, memoryless: or diurnal:, the windows are drawn for "
+            "each seed.",
         ),
     ] = None,
     steps: StepsOption = 120,

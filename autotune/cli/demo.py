@@ -1,4 +1,4 @@
-"""``autotune demo``: a profile, searches and a comparison on one real job, in ten to fifteen minutes."""
+"""``autotune demo``: a profile, searches and a comparison on one real job, in about ten minutes."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from autotune.cli import console as shared
-from autotune.cli.arguments import require_readable
+from autotune.cli.arguments import output_folder, require_readable
 from autotune.cli.console import JsonOption
 
 
@@ -24,12 +24,13 @@ def command(
             "--ranks", min=1, max=100_000, help="Number of ranks to train on (default: those of the mesh, or 1)."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path(),
+    out: Annotated[
+        Path, typer.Option("--out", callback=output_folder, help="The folder to write to; made if there is none.")
+    ] = Path(),
     as_json: JsonOption = False,
 ) -> None:
     """Write the files that launch a plan with another program, and list the parts of it that they cannot express."""
     from autotune.catalog import load_job
-    from autotune.errors import InputError
     from autotune.io.files import write_atomic, write_json
     from autotune.plan import Plan
     from autotune.report.plan_export import export
@@ -40,8 +41,7 @@ def command(
     if ranks is None:
         ranks = 1 if found.launch.layout is None else found.launch.layout.ranks
     made = export(found, load_job(job), to, ranks=ranks, reference=job)
-    if not out.is_dir():
-        raise InputError("is not a folder", where=f"--out {out}", allowed="an existing folder")
+    out.mkdir(parents=True, exist_ok=True)
     for name, document in made.files.items():
         if isinstance(document, str):
             write_atomic(out / name, document)

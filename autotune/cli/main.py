@@ -197,7 +197,7 @@ def _fail_usage(error: BaseException, code: int) -> int:
     listed = getattr(getattr(context, "command", None), "list_commands", None)
     if listed is not None and formatted.startswith("No such command"):
         return _fail(f"{formatted} (allowed: {', '.join(listed(context))})", code)
-    return _fail(f"{formatted} (see autotune --help)", code)
+    return _fail(f"{formatted} (see {getattr(context, 'command_path', 'autotune')} --help)", code)
 
 
 def _refusal(error: BaseException) -> str:

@@ -102,7 +102,8 @@ def command(
         "--global-batch": global_batch,
         "--trainable": trainable,
     }
-    many |= {f"--{name.replace('_', '-')}": value for name, value in numbers.items()}
+    of_sizes = {f"--{name.replace('_', '-')}": value for name, value in numbers.items()}
+    many |= of_sizes
     many |= {"--plan": fixed or None, "--link": link, "--find": find, "--export": export, "--tokens": tokens}
     many |= {"--price": price, "--within": within, "--within-cost": within_cost, "--failures": failures}
     many |= {"--inner-link": inner_link, "--watts": watts, "--carbon-intensity": carbon_intensity, "--figure": figure}
@@ -145,6 +146,10 @@ def command(
         return
     if job is None:
         raise InputError("no job is named", where="plan", allowed="JOB, --config FILE, or --layers, --hidden, ...")
+    described = [name for name in given if name in ("--config", *of_sizes)]
+    if described:
+        problem = f"JOB cannot be combined with {described[0]}"
+        raise InputError(problem, where="plan", allowed="one description of a model")
     if given:
         raise InputError(f"{given[0]} is for layouts of many devices", where="plan", allowed="--devices as well")
     _one_device(job, device, memory_budget, output, as_json=as_json)

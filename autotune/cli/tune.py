@@ -46,7 +46,8 @@ def command(
         str,
         typer.Option(
             "--method",
-            help="ppo, planner, exact, greedy, k-optimal, random, optuna, optuna-prices or ppo-scratch.",
+            help="ppo, planner, exact, greedy, k-optimal, random, optuna, optuna-prices, ppo-scratch, last-dip or "
+            "full-budget.",
             autocompletion=completion.methods,
         ),
     ] = "ppo",

@@ -18,6 +18,7 @@ from autotune.io.documents import validated
 from autotune.io.files import folder_given
 from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
+from autotune.records.protocol import require_count
 from autotune.records.requests import CompareOptions, CompareRequest, Ranks, recorded_address
 
 
@@ -86,6 +87,7 @@ def compare(
         report_to=report_to,
         carbon_intensity=carbon_intensity,
     )
+    require_count(seeds)
     validated(CompareOptions, asdict(options), where="compare")
     names = arm_names(arms)
     trusted = TrustedInputs(

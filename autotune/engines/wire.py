@@ -9,7 +9,7 @@ import struct
 import time
 from typing import Any
 
-from autotune.errors import EngineError
+from autotune.errors import EngineError, a_kind
 
 _HEAD = struct.Struct(">4sQ")
 _MARK = b"ATN1"
@@ -62,7 +62,7 @@ class Wire:
         except (ValueError, RecursionError) as error:
             raise GarbledError(f"received something that is not a document: {error}") from error
         if not isinstance(document, dict):
-            raise GarbledError(f"received a {type(document).__name__}, which is not a document")
+            raise GarbledError(f"received {a_kind(document)}, which is not a document")
         return document
 
     def ready(self, timeout_s: float) -> bool:

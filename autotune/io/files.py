@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from autotune.errors import InputError
+from autotune.errors import InputError, a_kind
 
 # Size limit of documents without a smaller limit of their own.
 LARGEST_BYTES = 64 * 2**20
@@ -174,7 +174,7 @@ def parse_json(text: str, *, where: str, bits: int = 64) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"is not JSON ({error})", where=where, allowed="one JSON object") from error
     if not isinstance(document, dict):
-        raise InputError(f"contains a {type(document).__name__}", where=where, allowed="one JSON object")
+        raise InputError(f"contains {a_kind(document)}", where=where, allowed="one JSON object")
     return document
 
 

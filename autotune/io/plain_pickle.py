@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.errors import InputError, JobError
+from autotune.errors import InputError, JobError, a_kind
 from autotune.io.files import read_bytes
 
 _ALLOWED = "a pickle of plain types and arrays of unsigned bytes"
@@ -238,7 +238,7 @@ def load_plain_pickle(path: Path, *, limit_bytes: int) -> dict[str, Any]:
         # The standard library parses the instructions; hostile bytes can make it raise any exception.
         raise JobError(f"cannot be read ({_shown(error)})", where=where, allowed=_ALLOWED) from error
     if not isinstance(found, dict):
-        raise JobError(f"contains a {type(found).__name__}", where=where, allowed=_ALLOWED)
+        raise JobError(f"contains {a_kind(found)}", where=where, allowed=_ALLOWED)
     try:
         return {
             key.decode("ascii", "replace") if isinstance(key, bytes) else key: (

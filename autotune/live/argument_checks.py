@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from autotune.errors import AttachError, BudgetError
+from autotune.errors import AttachError, BudgetError, a_kind
 from autotune.io.files import is_path
 from autotune.live.asked_budget import BudgetFunction, Size, size_of
 from autotune.live.deepspeed_engines import is_engine, update_of
@@ -73,7 +73,7 @@ def updates_through(engine: Any, model: Any, optimizer: Any, mode: Mode, clip_no
 def inner_of(model: Any) -> nn.Module:
     """Return the model without the wrapper that runs it on several ranks."""
     if not isinstance(model, nn.Module):
-        raise AttachError(f"model is a {type(model).__name__}", where="attach", allowed="a torch.nn.Module")
+        raise AttachError(f"model is {a_kind(model)}", where="attach", allowed="a torch.nn.Module")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner: nn.Module = model.module
         return inner
@@ -88,8 +88,7 @@ def inner_of(model: Any) -> nn.Module:
 def check(model: nn.Module, optimizer: Any, *, sharded: bool) -> None:
     """Refuse a model or an optimizer that a tuner cannot work with."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise AttachError(f"optimizer is a {kind}", where="attach", allowed="a torch.optim.Optimizer")
+        raise AttachError(f"optimizer is {a_kind(optimizer)}", where="attach", allowed="a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise AttachError(
             "LBFGS calls the loss by itself", where="attach", allowed="an optimizer whose step() has no closure"
@@ -113,7 +112,9 @@ def check(model: nn.Module, optimizer: Any, *, sharded: bool) -> None:
         )
     if any(isinstance(module.__dict__.get("forward"), controls.ControlledForward) for module in model.modules()):
         raise AttachError(
-            "the model runs under a plan already", where="attach", allowed="a model that no engine holds; close() it"
+            "the model runs under a plan already",
+            where="attach",
+            allowed="a model without one: autotune.detach(model) takes it off, or close() of the engine that holds it",
         )
 
 

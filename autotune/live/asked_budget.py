@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.budget import MemoryBudget
-from autotune.errors import BudgetError, InputError, one_line
+from autotune.errors import BudgetError, InputError, a_kind, one_line
 from autotune.mechanics.loop_signals import any_error
 
 _ALLOWED = "bytes, a size such as 20GiB or 20GiB:reserved, a function that returns one of them, or None"
+# Fractions of fewer bytes than these are shares or larger units by mistake; those of more are rounding.
+_WHOLE_BELOW = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,7 @@ class BudgetFunction:
         try:
             self.last = size_of(answer, "memory_budget_bytes returned")
         except BudgetError:
-            kind = type(answer).__name__
-            return f"returned {'an' if kind[:1] in 'aeiou' else 'a'} {kind} that is not a size"
+            return f"returned {a_kind(answer)} that is not a size"
         return None
 
 
@@ -80,9 +81,13 @@ def size_of(value: Any, found: str = "memory_budget_bytes is") -> Size:
         if isinstance(value, str):
             parsed = MemoryBudget.parse(value)
             return Size(MemoryBudget(size_bytes=parsed.size_bytes).size_bytes, parsed.reserved)
-        return Size(MemoryBudget(size_bytes=math.ceil(_number_of(value))).size_bytes)
+        number = _number_of(value)
+        size = Size(MemoryBudget(size_bytes=math.ceil(number)).size_bytes)
     except (InputError, TypeError, ValueError, OverflowError) as error:
         raise BudgetError(f"{found} {_described(value)}", allowed=_ALLOWED) from error
+    if number < _WHOLE_BELOW and number % 1:
+        raise BudgetError(f"{found} {_described(value)}, which includes a fraction of a byte", allowed=_ALLOWED)
+    return size
 
 
 def _number_of(value: Any) -> int | float:
@@ -108,4 +113,4 @@ def _described(value: Any) -> str:
     try:
         return repr(value)
     except Exception:  # noqa: BLE001 - a user's object may have a broken repr
-        return f"a {type(value).__name__}"
+        return a_kind(value)

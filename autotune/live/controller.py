@@ -29,6 +29,7 @@ from autotune.live.memory_budget import BudgetReader
 from autotune.live.phases import Profiled, Unprofiled
 from autotune.live.placement import Placements, usable
 from autotune.live.rank_channel import Ranks
+from autotune.live.run_figures import RunFigures
 from autotune.live.step_room import StepRoom
 from autotune.live.step_times import StepTimes, as_values, of_all_ranks
 from autotune.live.tripwires import Reading, Wires, compiled_graphs
@@ -175,29 +176,29 @@ class Pilot:
         peak = self.phase.peak_bytes(self.plan, self._size) if self._size else None
         peak = None if peak is None else peak + self._peaks.unforeseen
         gradient = None if latest is None else latest.gradient
-        return {
-            "steps": self.step,
-            "total_steps": self.attached.total_steps,
-            "run_s": self.time.run_s,
-            "stage": str(self.attached.stage),
-            "acting": self.acting,
-            "plan": self.plan,
-            "decided": self.phase.decided,
-            "switches": self.switches,
-            "placed": self.placed,
-            "trips": list(self.breaker.trips),
-            "over_budget_steps": self.over_budget,
-            "memory_budget_bytes": budget,
-            "predicted_peak_bytes": peak,
-            "measured_peak_bytes": self._profiler.knowledge.latest_peak,
-            "pressure": peak / budget if peak is not None and budget else None,
-            "predicted_s": None if self._last_ran is None else self._last_ran.predicted,
-            "measured_s": None if self._last_ran is None else self._last_ran.seconds,
-            "noise_scale": None if gradient is None else gradient.noise_scale,
-            "overhead_frac": self.overhead_frac(),
-            "parts": None if self._parts is None else self._parts.to_json(),
-            "advice": self._advice,
-        }
+        return RunFigures(
+            steps=self.step,
+            total_steps=self.attached.total_steps,
+            run_s=self.time.run_s,
+            stage=str(self.attached.stage),
+            acting=self.acting,
+            plan=self.plan,
+            decided=self.phase.decided,
+            switches=self.switches,
+            placed=self.placed,
+            trips=list(self.breaker.trips),
+            over_budget_steps=self.over_budget,
+            memory_budget_bytes=budget,
+            predicted_peak_bytes=peak,
+            measured_peak_bytes=self._profiler.knowledge.latest_peak,
+            pressure=peak / budget if peak is not None and budget else None,
+            predicted_s=None if self._last_ran is None else self._last_ran.predicted,
+            measured_s=None if self._last_ran is None else self._last_ran.seconds,
+            noise_scale=None if gradient is None else gradient.noise_scale,
+            overhead_frac=self.overhead_frac(),
+            parts=None if self._parts is None else self._parts.to_json(),
+            advice=self._advice,
+        ).to_dict()
 
     # Before, in and after a step.
 

@@ -20,7 +20,7 @@ from autotune.agents.policy import DipOutlook, StaticPolicy
 from autotune.agents.policy_folder import load_policy
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import Goal, smallest, solve
-from autotune.errors import AttachError, BudgetError
+from autotune.errors import AttachError, BudgetError, a_kind
 from autotune.gym.observation import Observation
 from autotune.io.documents import validated
 from autotune.live.decision_log import read_log, schedule_of
@@ -130,7 +130,7 @@ def find_policy(policy: object) -> Any:
     if isinstance(policy, Plan):
         return _under(policy, "plan")
     if not callable(getattr(policy, "decide", None)):
-        raise AttachError(f"policy is a {type(policy).__name__} without decide()", where="attach", allowed=_allowed())
+        raise AttachError(f"policy is {a_kind(policy)} without decide()", where="attach", allowed=_allowed())
     return policy
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotune.errors import AttachError
+from autotune.errors import AttachError, a_kind
 from autotune.live.limits import Mode
 from autotune.mechanics.memory_meter import resident_tensors, tensor_bytes
 from autotune.mechanics.sharded import ShardedUpdate
@@ -33,7 +33,7 @@ def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate
         AttachError: if the engine has an unsupported feature, with the remedy.
     """
     if not is_engine(engine):
-        raise _refused(f"engine is a {type(engine).__name__}", "what deepspeed.initialize returned")
+        raise _refused(f"engine is {a_kind(engine)}", "what deepspeed.initialize returned")
     if any(kind.__name__ == "PipelineEngine" for kind in type(engine).__mro__):
         raise _refused(
             "the engine is a pipeline, which accumulates gradients by itself", "an engine without pipeline stages"
@@ -54,11 +54,11 @@ def update_of(engine: Any, mode: Mode, clip_norm: float | None) -> ShardedUpdate
     # The optimizer that ZeRO wraps, or the engine's own.
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise _refused(f"the engine's optimizer is a {type(optimizer).__name__}", "an engine around a torch optimizer")
+        raise _refused(f"the engine's optimizer is {a_kind(optimizer)}", "an engine around a torch optimizer")
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     update = ShardedUpdate(engine, optimizer, trained, clip or None)
     if update.stage and not hasattr(engine.optimizer, "averaged_gradients"):
-        raise _refused(f"the engine's optimizer is a {type(engine.optimizer).__name__}", "ZeRO stages 0 to 3")
+        raise _refused(f"the engine's optimizer is {a_kind(engine.optimizer)}", "ZeRO stages 0 to 3")
     return update
 
 

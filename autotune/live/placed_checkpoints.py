@@ -43,7 +43,8 @@ def checkpoint(
 
     Args:
         model: the model as the loop calls it, on its device.
-        memory_budget: bytes, a size (``"8GB"``), or a function that returns either and is called before every step.
+        memory_budget: bytes, a size (``"8GB"``), or a function that returns either and is called before every step;
+            ``None`` for the device's memory.
         optimizer: its optimizer; ``None`` finds the one that has the model's parameters.
         accumulation_steps: batches that the loop accumulates before each update.
 
@@ -53,19 +54,28 @@ def checkpoint(
     Raises:
         AttachError: if no optimizer or several have the model's parameters, or as :func:`autotune.attach`.
     """
-    chosen = _optimizer_of(inner_of(model)) if optimizer is None else optimizer
-    tuner = attach(
-        model,
-        chosen,
-        policy="exact",
-        memory_budget_bytes=memory_budget,
-        accumulation_steps=accumulation_steps,
-        runs_dir=None,
-    )
+    try:
+        chosen = _optimizer_of(inner_of(model)) if optimizer is None else optimizer
+        tuner = attach(
+            model,
+            chosen,
+            policy="exact",
+            memory_budget_bytes=memory_budget,
+            accumulation_steps=accumulation_steps,
+            runs_dir=None,
+        )
+    except AttachError as error:
+        raise _as_own(error) from error
     if tuner.attached:
         _Steps(model, chosen, tuner)
         leave_to_model(tuner)
     return tuner
+
+
+def _as_own(error: AttachError) -> AttachError:
+    """Return an error of ``attach`` with the names of this function and its arguments."""
+    problem = error.problem.replace("memory_budget_bytes", "memory_budget", 1)
+    return AttachError(problem, where=error.where.replace("attach", "checkpoint", 1), allowed=error.allowed)
 
 
 def _optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -26,6 +26,7 @@ from autotune.live.batch_pieces import Pieces, counted, cut, cutting_of, nothing
 from autotune.live.controller import Pilot
 from autotune.live.kill_switches import reason_to_stop
 from autotune.live.limits import Mode, Stage
+from autotune.live.run_figures import RunFigures
 from autotune.live.running_step import RunningStep
 from autotune.live.step_times import StepTimes
 from autotune.mechanics import controls, devices
@@ -97,7 +98,7 @@ class LiveTuner:
         self._parallel = isinstance(model, nn.parallel.DistributedDataParallel)
         self._running: RunningStep | None = None
         self._found_locks: dict[str, str] = {}
-        self._last: dict[str, Any] = {} if pilot is None else pilot.summary()
+        self._last: dict[str, Any] = _idle_figures(facts) if pilot is None else pilot.summary()
         self._weight = 1.0
         self._largest_bytes = 0
         # The outcome of the current trial pass; ``None`` in the step itself.
@@ -757,6 +758,13 @@ class LiveTuner:
             self.detach(f"{len(trips)} trips, the last: {last}")
         elif not pilot.ranks.many and pilot.too_expensive():
             self.detach(f"its own share of the run's time is {pilot.overhead_frac():.1%}")
+
+
+def _idle_figures(facts: Attached) -> dict[str, Any]:
+    """Return the figures of a run that a kill switch has left alone from the beginning."""
+    plan = facts.space.baseline()
+    stage, steps = str(facts.stage), facts.total_steps
+    return RunFigures(total_steps=steps, stage=stage, plan=plan, decided=plan, trips=[]).to_dict()
 
 
 def _joins(model: nn.Module) -> bool:

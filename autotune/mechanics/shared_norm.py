@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-from autotune.errors import JobError
+from autotune.errors import JobError, a_kind
 
 
 def share_statistics(model: nn.Module) -> list[str]:
@@ -37,7 +37,7 @@ def share_statistics(model: nn.Module) -> list[str]:
             continue
         if type(module).forward is not _BatchNorm.forward:
             raise JobError(
-                f"{name} is a {type(module).__name__}, whose statistics depend on how ranks share a batch",
+                f"{name} is {a_kind(module)}, whose statistics depend on how ranks share a batch",
                 where="engine fsdp2",
                 allowed="torch.nn.BatchNorm1d to 3d, whose statistics are shared, or --engine torch",
             )

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.tensor import DTensor
 
-from autotune.errors import EngineError, one_line
+from autotune.errors import EngineError, a_kind, one_line
 from autotune.mechanics.collectives import of_all_ranks
 
 # What describes the state: JSON in a tensor of bytes, because torch would pickle a string.
@@ -225,7 +225,7 @@ def _described(value: Any) -> dict[str, Any]:
         return {"dtype": dtype, "shape": list(value.shape), "spread": isinstance(value, DTensor)}
     if isinstance(value, _PLAIN):
         return {"value": value}
-    raise EngineError(f"the optimizer keeps a {type(value).__name__}, which cannot be written")
+    raise EngineError(f"the optimizer keeps {a_kind(value)}, which cannot be written")
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.engines.engine import Engine, EngineProxy
-from autotune.errors import RunDirectoryError, raised_as
+from autotune.errors import InputError, RunDirectoryError, raised_as
 from autotune.io.documents import Count, Seconds, document, validated
 from autotune.io.files import append_json_line, open_for_appending, parse_line, read_bytes
 from autotune.measurement import Measurement, quieter_window
@@ -24,6 +24,7 @@ from autotune.plan import Plan
 from autotune.records.run_directory import BEGUN_WITH, LARGEST_LOG_BYTES, writing
 
 JOURNAL = "journal.jsonl"
+_KEPT = "a whole record; without this line and all after it, the records above are kept and the rest is measured again"
 
 
 class Journal:
@@ -197,11 +198,13 @@ class Record:
 
 
 def _checked(row: bytes, *, where: str) -> dict[str, Any]:
-    with raised_as(RunDirectoryError):
+    try:
         record = parse_line(row, where=where)
         validated(Record, record, where=where)
+    except InputError as error:
+        raise RunDirectoryError(error.problem, where=where, allowed=_KEPT) from error
     if record.pop("crc32") != _sum(record):
-        raise RunDirectoryError("is damaged: its checksum differs", where=where)
+        raise RunDirectoryError("is damaged: its checksum differs", where=where, allowed=_KEPT)
     return record
 
 

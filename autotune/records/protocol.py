@@ -199,6 +199,17 @@ class RunRecord:
         return cls(**{**document, "curve": curve, "plans": plans, "ran_s": ran})
 
 
+def require_count(count: object) -> None:
+    """Refuse a number of seeds that no comparison can have.
+
+    Raises:
+        InputError: for fewer than 2 or more than 1000.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count <= _MOST_SEEDS:
+        allowed = f"a whole number, at least 2, at most {_MOST_SEEDS}"
+        raise InputError(f"seeds is {count!r}", where="--seeds", allowed=allowed)
+
+
 def paired_seeds(count: int, *, tuning_seed: int | None = None) -> tuple[int, ...]:
     """Return fresh seeds for compared runs.
 
@@ -209,7 +220,6 @@ def paired_seeds(count: int, *, tuning_seed: int | None = None) -> tuple[int, ..
     Raises:
         InputError: for fewer than 2 or more than 1000.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count <= _MOST_SEEDS:
-        raise InputError(f"seeds is {count!r}", where="--seeds", allowed=f"at least 2, at most {_MOST_SEEDS}")
+    require_count(count)
     fresh = [seed for seed in range(_FIRST_SEED, _FIRST_SEED + count + 1) if seed != tuning_seed]
     return tuple(fresh[:count])

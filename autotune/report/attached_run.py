@@ -282,9 +282,8 @@ def _baseline(run: AttachedRun) -> list[str]:
         return []
     share, budget = peak / min(budgets), format_bytes(min(budgets))
     if share > 1:
-        return [
-            f"Your own baseline is predicted to need {share:.2f} of the smallest budget, {budget}: it would not fit."
-        ]
+        needed = f"{max(round(100 * share), 101)}%"
+        return [f"Your own baseline is predicted to need {needed} of the smallest budget, {budget}: it would not fit."]
     return [f"Your own baseline is predicted to fit: {share:.0%} of the smallest budget, {budget}."]
 
 

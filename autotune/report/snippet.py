@@ -10,11 +10,14 @@ import pprint
 import re
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 from autotune import knobs
+from autotune.catalog import is_catalog_reference
 from autotune.cost_model.learning_rate import batch_factor
 from autotune.errors import InputError, PlanError
 from autotune.job import Job
+from autotune.launching import plain
 from autotune.mesh import Mesh
 from autotune.plan import Launch, Plan
 from autotune.report.export_targets import Export, clip_norm
@@ -93,7 +96,8 @@ def to_python(plan: Plan, job: Job, reference: str, ranks: int = 1) -> Export:
         evaluated=_block(1, _EVALUATED if mesh is None else _EVALUATED_ON_RANKS),
     )
     command = f"python {FILE}" if mesh is None else f"torchrun --nproc-per-node {ranks} {FILE}"
-    return Export(files={FILE: _without_empty(script)}, command=command, notes=_notes(plan, job, mesh))
+    notes = (_place(reference), *_notes(plan, job, mesh))
+    return Export(files={FILE: _without_empty(script)}, command=command, notes=notes)
 
 
 _JOINED = [
@@ -184,6 +188,17 @@ def _looped(mesh: Mesh | None) -> list[str]:
         "for left, (piece, weight) in zip(reversed(range(len(here))), here):",
         f"    model.{mark}(left == 0)",
     ]
+
+
+def _place(reference: str) -> str:
+    """Return what the script needs where it runs: this package, and the job's own file or modules."""
+    if is_catalog_reference(reference):
+        return "the script needs autotune installed"
+    name, folder = plain(reference), Path.cwd()
+    if Path(name.partition(":")[0]).is_absolute():
+        return f"the script needs autotune installed, and the job's file: {name}"
+    started = f"start it in the folder {folder}, by its path from there"
+    return f"the script needs autotune installed, and the job {name}: {started}"
 
 
 def _notes(plan: Plan, job: Job, mesh: Mesh | None) -> tuple[str, ...]:
