@@ -204,6 +204,26 @@ def test_unit_in_evaluation_mode_with_gradients_is_recomputed(training):
     assert controls.recomputations(other) == {"blocks.1": 2}
 
 
+@pytest.mark.parametrize("kind", ["dropout", "BatchNorm", "a buffer that is written to"])
+def test_mode_switched_between_the_passes_changes_no_recomputation(kind):
+    make, loss = MODELS[kind]
+
+    def switching(model):
+        """Run the forward pass in one mode, and leave the model in the other for the backward pass."""
+        value = loss(model)
+        model.train(not model.training)
+        return value
+
+    torch.manual_seed(0)
+    plain = make()
+    other = copy.deepcopy(plain)
+    units = UNITS.get(kind, ["0", "1"])
+    controls.apply(other, Plan(storage=recomputed(*units)))
+    # Three steps in training mode, and three in evaluation mode.
+    assert differences(train(plain, switching, steps=6), train(other, switching, steps=6)) == []
+    assert controls.recomputations(other) == dict.fromkeys(units, 6)
+
+
 def test_nothing_is_recomputed_without_gradients():
     model = TinyGPT()
     controls.apply(model, Plan(storage=recomputed("blocks.0")))

@@ -28,7 +28,7 @@ import autotune
 from autotune import AttachError, Limits, Settings
 from autotune.live.deciding import find_policy
 from autotune.live.kill_switches import KILL_VARIABLE
-from autotune.plan import Launch, Plan, PlanSpace, Precision
+from autotune.plan import Launch, Plan, PlanSpace, Precision, Storage
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -139,6 +139,7 @@ def train(
     trace = Trace(losses, trained, optimizer, tuner)
     if tuner is not None:
         trace.status = dict(tuner.status)  # type: ignore[attr-defined]
+        trace.plan = tuner.plan  # type: ignore[attr-defined]
         trace.events = tuner.events  # type: ignore[attr-defined]
         tuner.detach()
     return trace
@@ -197,6 +198,21 @@ def test_training_attached_and_switching_is_bit_identical(model: Any, batches: A
     tuned = train(model, batches, loss_of, 60, policy=Wanders(), memory_budget_bytes=10**9, limits=RESTLESS)
     assert tuned.status["switches"] >= 40  # type: ignore[attr-defined]
     assert tuned.status["attached"]  # type: ignore[attr-defined]
+    assert_identical(plain, tuned)
+
+
+def test_model_switched_to_evaluation_between_forward_and_backward_pass_trains_bit_identically() -> None:
+    def evaluating(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        model.train()
+        loss = gpt_loss(model, tokens)
+        # Recomputation in evaluation mode would leave the dropout out.
+        model.eval()
+        return loss
+
+    plain = train(deep_gpt, token_batches, evaluating, 12)
+    tuned = train(deep_gpt, token_batches, evaluating, 12, memory_budget_bytes=1, limits=RESTLESS, policy="exact")
+    assert not any(name.startswith("blocks.") for name in tuned.tuner.locks)
+    assert set(tuned.plan.storage.values()) == {Storage.RECOMPUTE}  # type: ignore[attr-defined]
     assert_identical(plain, tuned)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -295,3 +296,52 @@ def test_a_closed_thread_has_freed_what_it_alone_referred_to() -> None:
     decider.close()
     assert freed.is_set()
     assert not any(thread.name == "autotune-policy" for thread in set(threading.enumerate()) - others)
+
+
+def test_forked_child_of_a_run_asks_a_thread_of_its_own() -> None:
+    model = deep_gpt()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tuner = autotune.attach(model, optimizer, Wanders(), memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None)
+    *batches, last = token_batches(12)
+
+    def step(batch: torch.Tensor) -> None:
+        for micro in tuner.micro_batches(batch):
+            tuner.backward(gpt_loss(model, micro))
+        tuner.step()
+
+    for batch in batches:
+        step(batch)
+    pilot: Any = tuner._pilot
+    # The parent's thread has answered, and waits for more questions.
+    assert pilot.decider._thread.is_alive()
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+
+    def work() -> None:
+        """Look at the model, ask for a decision, and detach: autograd itself refuses to run after a fork."""
+        begun = time.monotonic()
+        with torch.no_grad():
+            loss = float(gpt_loss(model.eval(), last))
+        answered = [pilot.decider.ask(os.getpid) for _ in range(3)]
+        tuner.detach()
+        writer.send((loss, answered, time.monotonic() - begun))
+
+    child = context.Process(target=work)
+    child.start()
+    writer.close()
+    # An answer of the thread that only its parent has would never come.
+    limit_s = RESTLESS.decision_timeout_s
+    assert reader.poll(limit_s)
+    loss, answered, took_s = reader.recv()
+    child.join(limit_s)
+    assert child.exitcode == 0
+    assert set(answered) == {child.pid}
+    assert took_s < limit_s
+    with torch.no_grad():
+        assert loss == float(gpt_loss(model.eval(), last))
+    # The parent's own thread goes on.
+    model.train()
+    step(last)
+    assert tuner.attached
+    assert pilot.decider.ask(os.getpid) == os.getpid()
+    tuner.detach()

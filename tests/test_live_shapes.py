@@ -146,6 +146,40 @@ def test_batches_of_equal_bytes_but_different_shapes_stay_within_the_budget(orde
     assert not status["over_budget_steps"]
 
 
+@pytest.mark.slow
+def test_batches_of_equal_bytes_stay_within_the_budget_after_first_sight_where_k_is_free() -> None:
+    lengths = [32, 64, 128, 256]
+    batches = equal_bytes([length for length in lengths for _ in range(4)] + lengths * 3)
+    low, high = peaks_of(batches[15])
+    budget = int(low + 0.3 * (high - low))
+    seeded()
+    model = Eager()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    over, seen, ks = [], set[int](), set[int]()
+    with autotune.attach(
+        model, optimizer, "exact", mode="rounding", memory_budget_bytes=budget, limits=RESTLESS, runs_dir=None
+    ) as tuner:
+        pilot: Any = tuner._pilot
+        for number, batch in enumerate(batches):
+            meter = MemoryMeter(CPU)
+            with contextlib.ExitStack() as stack:
+                for part, micro in enumerate(tuner.micro_batches(batch)):
+                    if not part and not isinstance(pilot._profiler._use, Tracing):
+                        stack.enter_context(meter.metering(resident_tensors(model, optimizer, [batch])))
+                    tuner.backward(gpt_loss(model, micro))
+                ks.add(tuner.plan.accumulation_steps)
+                tuner.step()
+                optimizer.zero_grad()
+            peak = meter.peak_bytes or tuner.status["measured_peak_bytes"] or 0
+            if peak > budget and batch.shape[1] in seen:
+                over.append((number, peak / budget))
+            seen.add(batch.shape[1])
+        assert tuner.attached
+        assert "accumulation_steps" not in tuner.locks
+    assert not over
+    assert len(ks) > 1
+
+
 def test_layers_unfrozen_later_stay_within_the_budget() -> None:
     def prepare(model: nn.Module, number: int) -> None:
         for name, parameter in model.named_parameters():

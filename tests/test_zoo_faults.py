@@ -30,6 +30,7 @@ LEFT_OUT = (
     "accelerate_",
     "diffusers_",
     "peft_",
+    "timm_",
     "compiled_",
     "fork_",
     "lbfgs",

@@ -29,6 +29,8 @@ HOLD_GRAPHS = {"metrics_on_modules"}
 # Loops that log too few losses to be ended midway.
 SHORT = {"fork_workers"}
 WAYS = ("its end", "an exception", "the variable", "disabled")
+# Loops that are run to their end as well, each time: of two models, and of gradients of gradients.
+ALWAYS = ("gan", "maml")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -115,18 +117,21 @@ class Watched(Run):
 
 
 def cases() -> Iterator[Any]:
-    """Yield each loop with one way of ending, and quick loops with all ways."""
+    """Yield each loop with one way of ending, quick loops with all ways, and others with their end as well."""
     for number, found in enumerate(LOOPS):
         name = str(found.values[0])
-        for way in WAYS if name in QUICK else ("its end" if name in SHORT else WAYS[number % len(WAYS)],):
-            often = name == "gpt" or (way == "its end" and name in ("gan", "maml"))
+        ways = ("its end" if name in SHORT else WAYS[number % len(WAYS)],)
+        if name in ALWAYS:
+            ways = tuple(dict.fromkeys(("its end", *ways)))
+        for way in WAYS if name in QUICK else ways:
+            often = name == "gpt" or (way == "its end" and name in ALWAYS)
             marks = [] if often else [pytest.mark.slow]
             yield pytest.param(
                 name, way, marks=[*marks, pytest.mark.xfail(reason=LEAKS[name])] if name in LEAKS else marks
             )
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("name", "way"), list(cases()))
 def test_detached_tuner_leaves_nothing_behind(
     name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,8 +5,6 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from zoo import VOCABULARY, Run, texts
 
-LOCKED = {"profile": "the units are called differently from step to step"}
-
 
 def train(run: Run) -> None:
     config = OPTConfig(

@@ -5,8 +5,6 @@ from torch import nn
 
 from zoo import Block, Run, Stack, next_token_loss, texts
 
-LOCKED = {"profile": "the units are called differently from step to step"}
-
 
 class LayerDrop(Stack):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

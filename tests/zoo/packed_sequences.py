@@ -7,8 +7,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from zoo import VOCABULARY, WIDTH, Run, texts
 
-# Memory depends on the lengths, which are values of the batch, so no shape shows a new maximum.
-SURPRISES = range(24)
+# Memory depends on the lengths, which are values of the batch, so no shape shows a new maximum: in these steps, they
+# are more in all than in any before.
+SURPRISES = (1, 3, 15, 21)
 
 
 class Layer(nn.Module):

@@ -7,10 +7,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zoo import Run, next_token_loss, small_gpt, texts
 
-# The loop's hooks decide how much a step saves, and recomputation cannot follow them.
-SURPRISES = range(24)
-STAYS_LEAN = "its hooks keep less than recomputation does"
-
 
 def compressed(tensor: torch.Tensor) -> object:
     whole = tensor.dtype is torch.float32 and not isinstance(tensor, torch.nn.Parameter)

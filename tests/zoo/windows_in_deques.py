@@ -8,10 +8,6 @@ from torch import nn
 
 from zoo import WIDTH, Run, points
 
-# Recomputing a block of this size needs more memory than keeping its activations, so the budget is not checked.
-SURPRISES = range(24)
-STAYS_LEAN = "recomputing needs more than keeping"
-
 
 class Windowed(nn.Module):
     def __init__(self) -> None:

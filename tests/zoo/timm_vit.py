@@ -1,0 +1,31 @@
+"""A ViT of timm, with dropout of tokens and stochastic depth in its blocks."""
+
+import timm
+import torch
+import torch.nn.functional as F
+
+from zoo import Run, images
+
+
+def train(run: Run) -> None:
+    model = timm.create_model(
+        "vit_tiny_patch16_224",
+        pretrained=False,
+        num_classes=5,
+        img_size=16,
+        patch_size=4,
+        embed_dim=16,
+        depth=4,
+        num_heads=2,
+        proj_drop_rate=0.1,
+        drop_path_rate=0.1,
+    ).train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    tuner = run.attach(model, optimizer)
+    for batch in images(run.steps):
+        for pixels, labels in tuner.micro_batches(batch):
+            loss = F.cross_entropy(model(pixels), labels, label_smoothing=0.1)
+            tuner.backward(loss)
+        tuner.step()
+        run.log(loss)
+    run.keep(model, optimizer)
