@@ -177,7 +177,7 @@ def test_heads_take_turns_in_a_loop_that_stays_as_it_is() -> None:
 def test_tasks_that_end_leave_others_as_fast_as_the_budget_allows(
     task_of: Callable[[int], int], steps: int, lean: int
 ) -> None:
-    loop = Loop(lambda: MultiTask((1, 1)), task_of, torch.optim.SGD)
+    loop = Loop(lambda: MultiTask((2, 1)), task_of, torch.optim.SGD)
     attaching = {"limits": RESTLESS, "policy": "exact", "memory_budget_bytes": 10**10}
     run = trained(loop, Run(attaching, steps=steps))
     assert sum(bool(plan.recomputed) for plan in run.used) <= lean
@@ -194,13 +194,13 @@ def test_task_with_more_calls_that_begins_late_is_in_the_profile_then() -> None:
                     x = block(x)
             return super().forward(x, task)
 
-    task_of = lambda step: 2 if step > 24 and step % 3 == 2 else step % 2  # noqa: E731
-    loop = Loop(lambda: Twice((1, 1, 1)), task_of, torch.optim.SGD)
+    task_of = lambda step: step % 3 if step >= 30 else step % 2  # noqa: E731
+    loop = Loop(lambda: Twice((2, 2, 2)), task_of, torch.optim.SGD)
     attaching = {"limits": RESTLESS, "policy": "exact"}
-    lean = trained(loop, Run({**attaching, "memory_budget_bytes": 1}, steps=80))
+    lean = trained(loop, Run({**attaching, "memory_budget_bytes": 1}, steps=100))
     full = lean.used[-1].changed(storage=dict.fromkeys(lean.used[-1].storage, Storage.SAVE))
-    budget = 2 * max(trained(loop, Run(plans=[full], steps=80)).peaks)
-    run = trained(loop, Run({**attaching, "memory_budget_bytes": budget}, steps=80))
+    budget = 2 * max(trained(loop, Run(plans=[full], steps=100)).peaks)
+    run = trained(loop, Run({**attaching, "memory_budget_bytes": budget}, steps=100))
     assert "profile" not in run.locks
     assert not any(plan.recomputed for plan in run.used[-8:])
 

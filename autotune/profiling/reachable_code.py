@@ -37,6 +37,7 @@ TRUSTED = (
     "itertools",
     "typing",
     "collections",
+    "tempfile",
     "autotune",
 )
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
