@@ -267,7 +267,7 @@ def _log_of(facts: Attached, policy: object, runs: Path | None) -> tuple[Path | 
 def _placement(facts: Attached, policy: object) -> str:
     """Describe what decides about storage: the policy, or each batch's size and the current budget."""
     if not facts.limits.follow_batches or not isinstance(policy, PlanningPolicy):
-        return "as the policy decides"
+        return f"as the policy decides, where a switch is predicted to gain at least {facts.limits.gain_frac:.0%}"
     if facts.mode is not Mode.EXACT:
         return "by batch and budget; the policy decides the rest"
     if devices.is_accelerator(facts.device):

@@ -439,7 +439,8 @@ class LiveProfiler:
         if not tracer.trace.calls:
             # A model that is compiled as a whole does not call units as modules.
             raise RuntimeError(
-                "no unit was called as a module in the forward pass (is the whole model compiled, or a copy trained?)"
+                "no unit was called as a module in the forward pass (is the whole model compiled, is a copy trained, "
+                "does another thread run it, or was tell_phase() not called?)"
             )
         passes, micro_batches = len(tracer.watch.calls), use.plan.accumulation_steps
         if passes > 1 == micro_batches:

@@ -425,6 +425,8 @@ class StepTracer:
             changes: time, bytes and address of every allocation (> 0) and release (< 0), ascending.
         """
         places = tuple(self.watch.places)
+        if len(marks) != len(places):
+            raise ValueError("a part of the step ran in another thread than the step, where its memory is not seen")
         blocks, older = _blocks(changes)
         first_backward = next(
             (moment for moment, place in zip(marks, places, strict=True) if place.phase == "backward"), float("inf")

@@ -59,6 +59,7 @@ def _parts(leaf: Any) -> Mapping[str, Any]:
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
     if isinstance(leaf, torch.nn.Module | type) or callable(leaf) or type(leaf).__module__ in _LIBRARIES:
         return {}
-    found = getattr(leaf, "__dict__", {})
+    # Code of the object's own may answer to a name that it does not have.
+    found = getattr(leaf, "__dict__", {}) if type(leaf).__dictoffset__ else {}
     # An object's other attributes may lead anywhere.
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}

@@ -353,7 +353,11 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, list | tuple | deque):
         return [(f"[{place}]", item) for place, item in enumerate(items_of(value))]
     if isinstance(value, dict):
-        return [(f"[{key!r:.40}]", item) for key, item in value.items()]
+        # The text of other keys may be that of modules from which parts are missing now.
+        return [
+            (f"[{key!r:.40}]" if isinstance(key, str | int | float) else f"[key {place}]", item)
+            for place, (key, item) in enumerate(value.items())
+        ]
     if isinstance(value, nn.Module):
         # Its weights are left out: they are trained, or do not belong to the unit.
         own = {key: item for key, item in vars(value).items() if key not in _OF_MODULES}

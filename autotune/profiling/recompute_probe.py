@@ -300,7 +300,12 @@ def _told(error: Exception) -> str:
     """Return a reason to lock a unit whose probe raised an exception."""
     if isinstance(error, CopyError):
         return f"it cannot be probed: a {error} cannot be copied"
-    return "ran out of memory while probed" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+    if is_out_of_memory(error):
+        return "ran out of memory while probed"
+    try:
+        return f"a probe of it raised {type(error).__name__}: {error}"
+    except any_error():  # a message may show objects of the probe, of which not all is there any more
+        return f"a probe of it raised {type(error).__name__}: it may look up things by its modules"
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.memory_meter import content_bytes
 from autotune.mechanics.trees import tensors
 
@@ -152,7 +153,13 @@ def signature_of(shapes: Shapes, trained: Trained, optimizer: torch.optim.Optimi
 
 def _shapes_of_others(batch: Any) -> Shapes:
     """Return the shapes of a batch's arrays and strings."""
-    leaves = [
-        getattr(leaf, "shape", (len(leaf),) if isinstance(leaf, str | bytes) else ()) for leaf in tree_leaves(batch)
-    ]
-    return tuple(tuple(shape) for shape in leaves if isinstance(shape, Sequence))
+    return tuple(tuple(shape) for shape in map(_shape_of_other, tree_leaves(batch)) if isinstance(shape, Sequence))
+
+
+def _shape_of_other(leaf: object) -> object:
+    if isinstance(leaf, str | bytes):
+        return (len(leaf),)
+    try:
+        return getattr(leaf, "shape", ())
+    except any_error():  # a class may answer to names that it does not know in any way
+        return ()
