@@ -110,6 +110,23 @@ def attached(found: Document) -> Iterator[str]:
                 for row, total in [(one[stage], one[stage]["ratio_total_1000_steps"])]
             ),
         )
+    if found.get("followed"):
+        yield "A step's time over that of an unattached copy under the same plans; and what adds most to ordinary steps:"
+        yield from table(
+            ["run", "stage", "per step", "over 1,000 steps", "by the tuner's own count", "most is added by"],
+            (
+                (
+                    one["course"],
+                    one["stage"],
+                    interval(one["ratio_median"], one["ratio_ci95"], 3),
+                    f"{one['ratio_total_1000_steps']:.3f}",
+                    f"{1 + one['overhead_frac']:.3f}",
+                    ", ".join(f"{room} ({share:.1%})" for room, share in largest),
+                )
+                for one in found["followed"]
+                for largest in [list(one["breakdown"]["all others"]["cpu"]["rooms"].items())[:5]]
+            ),
+        )
     if found["situations"]:
         yield "Time over that of the best static plan. The oracle knows every batch and budget, and pays for nothing:"
         yield from table(
