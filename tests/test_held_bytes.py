@@ -54,6 +54,18 @@ def keep_another(model: Any, optimizer: Any) -> None:
     first_of(model, optimizer)["exp_avg"] = torch.zeros(7, 7)
 
 
+def resize(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        first_of(model, optimizer)["exp_avg"].resize_(9, 9)
+
+
+def keep_another_in_the_same_place(model: Any, optimizer: Any) -> None:
+    state = first_of(model, optimizer)
+    # The new object is often at the address of the old one.
+    size = state.pop("exp_avg").numel()
+    state["exp_avg"] = torch.zeros(size + 5)
+
+
 def keep_history(model: Any, optimizer: Any) -> None:
     first_of(model, optimizer).setdefault("history", deque(maxlen=3)).append(torch.zeros(4))
 
@@ -80,6 +92,8 @@ def forget(model: Any, optimizer: Any) -> None:
         grow_data,
         keep_more,
         keep_another,
+        keep_another_in_the_same_place,
+        resize,
         keep_history,
         keep_a_number,
         keep_a_weight,

@@ -15,7 +15,7 @@ from zoo import WIDTH, Block, Run, points
 import autotune
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
 from autotune.plan import Storage
-from autotune.profiling.turns import Calls, joined, places_in
+from autotune.profiling.turns import Calls, common_order, joined, places_in
 
 STEPS, TRUNK = 40, 3
 
@@ -243,6 +243,24 @@ def test_calls_of_two_tasks_are_joined_in_one_order(one: str, other: str, expect
     for calls in (one, other) if found else ():
         own: Calls = tuple(calls)
         assert [found[place // 2] for place in places_in(found, own)[1::2]] == list(own)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        # Chance leaves out units: the first two kinds alone do not tell the order.
+        (("02", "01", "12"), "012"),
+        (("0134", "0234", "0124"), "01234"),
+        (("tab", "tcd", "tef"), "tabcdef"),
+        (("tt", "tat"), "tat"),
+        (("ab", "cd"), None),
+        (("012", "021"), None),
+        (("01", "12", "20"), None),
+    ],
+)
+def test_calls_of_all_kinds_have_one_order(kinds: tuple[str, ...], expected: str | None) -> None:
+    found = common_order([tuple(one) for one in kinds])
+    assert found == (None if expected is None else tuple(expected))
 
 
 class Head(nn.Module):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
 import torch
 from test_live import RESTLESS, seeded
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from zoo import WIDTH, Residual, points
 
@@ -123,5 +125,59 @@ def test_programs_recorded_between_steps_are_the_loops_own(step: int) -> None:
         if number == step:
             assert recorded(model) == expected
             assert torch.func.jacrev(model)(batch[0]).shape == (1, *batch[0].shape)
+    assert tuner.attached
+    tuner.detach()
+
+
+def test_each_of_two_threads_may_train_a_model_with_a_tuner() -> None:
+    """Both traced steps at once, which ended the process."""
+    done: list[list[float]] = []
+
+    def work() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Residual() for _ in range(3)], nn.Linear(WIDTH, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        tuner = autotune.checkpoint(model, 1, optimizer=optimizer)
+        losses = []
+        for number in range(STEPS):
+            loss = loss_of(model(torch.full((8, WIDTH), number / STEPS)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        tuner.detach()
+        done.append(losses)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 2
+    assert top_hooks() is None
+    assert type(torch._C._autograd._saved_tensors_hooks_disable).__name__ == "builtin_function_or_method"
+
+
+def test_model_that_a_worker_thread_calls_is_left_alone() -> None:
+    model, optimizer = stack()
+    tuner = autotune.checkpoint(model, 1, optimizer=optimizer)
+    with ThreadPoolExecutor(1) as worker:
+        for batch in points(STEPS):
+            loss_of(worker.submit(model, batch).result()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert worker.submit(top_hooks).result() is None
+    assert tuner.detached_because == "another thread calls the model than makes the updates"
+
+
+def test_model_is_trained_where_hooks_are_forbidden() -> None:
+    model, optimizer = stack()
+    tuner = autotune.checkpoint(model, 1, optimizer=optimizer)
+    for batch in points(STEPS):
+        with disable_saved_tensors_hooks("none here"):
+            outputs = model(batch)
+        loss_of(outputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     assert tuner.attached
     tuner.detach()

@@ -300,6 +300,11 @@ class Pilot:
             # The step itself is not cut either.
             self._apply(self._profiler.leanest)
 
+    def wait(self) -> None:
+        """Run a step, in which k and precisions cannot be switched, with the storage that needs the least memory."""
+        if self.attached.stage is Stage.ACT and self._budget.latest is not None:
+            self._apply(self.plan.changed(storage=self._profiler.leanest.storage))
+
     def lock_rounding(self, reason: str) -> None:
         """Leave k and precisions as they are from now on; only storage is switched.
 

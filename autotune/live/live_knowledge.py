@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import statistics
@@ -25,7 +24,7 @@ from autotune.profiling.live_profile import LiveTrace, live_profile
 from autotune.profiling.memory_scaling import Growth
 from autotune.profiling.step_record import TimedStep, recomputed_units, silent_units
 from autotune.profiling.step_signature import Signature
-from autotune.profiling.turns import Calls, joined, moved, moved_seconds, places_in
+from autotune.profiling.turns import Calls, common_order, moved, moved_seconds, places_in
 
 # Numbers of timed steps after which the profile is made again; no more steps than the last number are timed.
 RENEWED_AFTER = (2, 4, 8, 16, 32)
@@ -513,7 +512,7 @@ class Knowledge:
 
     def _order(self, *others: Calls) -> Calls:
         """Return the calls of all kinds of steps, and of others, in one order; none if there is no such order."""
-        return functools.reduce(lambda one, other: one and (joined(one, other) or ()), [*self._kinds, *others] or [()])
+        return common_order([*self._kinds, *others] or [()]) or ()
 
     def _is_odd(self, calls: tuple[str, ...], signature: Signature, plan: Plan, needed: tuple[int, int]) -> bool:
         """Return whether a traced step made more calls than usual; if it made fewer, the former ones were odd.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import threading
 import weakref
 from types import FrameType
 
@@ -114,6 +115,8 @@ class _Steps:
         self._passes = MicroSteps(model, tuner)
         self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._versions: list[int] = []
+        # The thread that called the model last.
+        self._thread = threading.get_ident()
         # The last hook, which may remove the others: torch does not expect that of earlier ones.
         self._handles.append(model.register_forward_hook(WatchingHook(self._after, model)))
         this, its_model, its_optimizer = weakref.ref(self), weakref.ref(model), weakref.ref(optimizer)
@@ -144,6 +147,7 @@ class _Steps:
             return
         if not module.training or not torch.is_grad_enabled():
             return
+        self._thread = threading.get_ident()
         versions = list(map(version_of, self._parameters))
         if not self._passes.came_back:
             self._versions = versions
@@ -168,6 +172,11 @@ class _Steps:
         """
         if not self._passes.micro_batches and self._tuner.attached:
             reason = "a step did not call the model in training mode before the optimizer's step, as far as is seen"
+            logger.warning("%s; the tuner leaves this run, and no memory budget is kept", reason)
+            self._tuner.detach(reason)
+        if self._thread != threading.get_ident() and self._tuner.attached:
+            # Torch's hooks and profiler belong to a thread, so a trace could not end in this one.
+            reason = "another thread calls the model than makes the updates"
             logger.warning("%s; the tuner leaves this run, and no memory budget is kept", reason)
             self._tuner.detach(reason)
         self._passes.end(stepped=True)

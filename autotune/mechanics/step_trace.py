@@ -321,6 +321,15 @@ def rest_of(step_s: float, seconds: Mapping[tuple[Phase, int], float]) -> float:
     return max(step_s - sum(value for (phase, _), value in seconds.items() if phase != "update"), 0.0)
 
 
+# Torch's profiler crashes if two threads use it at once.
+_TRACING = threading.Lock()
+
+
+def is_traced() -> bool:
+    """Return whether a step of this process is traced now, on any thread."""
+    return _TRACING.locked()
+
+
 class StepTracer:
     """Tracer of the memory of one step.
 
@@ -345,7 +354,19 @@ class StepTracer:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Trace the body, one optimizer step."""
+        """Trace the body, one optimizer step, unless another step of this process is traced."""
+        if not _TRACING.acquire(blocking=False):
+            self.watch.spoilt = "another step of this process is traced"
+            yield
+            return
+        try:
+            with self._traced():
+                yield
+        finally:
+            _TRACING.release()
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
         with (
             settled_collectives(),
             # The profiler keeps an accelerator's allocations and releases only if they have a parent: those of the

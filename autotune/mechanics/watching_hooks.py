@@ -118,7 +118,7 @@ def yielding_saved_hooks(pack: Pack, gave_way: Callable[[], None]) -> Iterator[N
         for pair in reversed(later):
             autograd._push_saved_tensors_default_hooks(*pair)
 
-    if autograd._top_saved_tensors_default_hooks(True) is not None:
+    if autograd._top_saved_tensors_default_hooks(True) is not None or not autograd._saved_tensors_hooks_is_enabled():
         gave_way()
         yield
         return

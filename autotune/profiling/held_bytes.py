@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -56,8 +57,7 @@ class Held:
 class HeldBytes:
     """Counts what a model and its optimizer hold.
 
-    Modules that are added or removed, and tensors of the optimizer that are resized in place, are noticed after
-    ``_WALK_EVERY`` counts at the latest.
+    Modules that are added or removed are noticed after ``_WALK_EVERY`` counts at the latest.
 
     Args:
         model: the model.
@@ -67,9 +67,10 @@ class HeldBytes:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._owners: list[dict[str, Any]] = []
-        # What was there when the optimizer's tensors were last counted, and the bytes of those beside the model's.
+        # What was there when the optimizer's items were last looked at: which of them are tensors beside the model's.
         self._ids: list[int] = []
-        self._other_bytes = 0
+        self._are_new: list[bool] = []
+        self._has_containers = False
         self._counts = self._pause = 0
         self._cost_s = math.inf
         self._latest = Held()
@@ -101,14 +102,26 @@ class HeldBytes:
         kept = [one for group in self._optimizer.param_groups for one in group["params"]]
         kept += [one for entry in self._optimizer.state.values() if isinstance(entry, dict) for one in entry.values()]
         ids = [*own, *map(id, kept)]
-        if ids != self._ids or self._counts % _WALK_EVERY == 1:
-            # What containers hold may change while they stay.
-            self._ids = [] if any(isinstance(one, _CONTAINERS) for one in kept) else ids
-            others = {id(one): one for one in _tensors_in(kept) if id(one) not in own}
-            self._other_bytes = _bytes_of(others.values())
+        if ids != self._ids:
+            self._ids = ids
+            self._has_containers = any(isinstance(one, _CONTAINERS) for one in kept)
+            met = set(own)
+            self._are_new = [self._is_new(one, met) for one in kept]
+        if self._has_containers:
+            # What they hold may change while they stay.
+            others: Collection[Any] = {id(one): one for one in _tensors_in(kept) if id(one) not in own}.values()
+        else:
+            others = [*compress(kept, self._are_new)]
         model = _bytes_of(own.values())
-        self._latest = Held(model + self._other_bytes, model)
+        self._latest = Held(model + _bytes_of(others), model)
         return self._latest
+
+    @staticmethod
+    def _is_new(one: object, met: set[int]) -> bool:
+        """Return whether an item is a tensor that was not met, and note that it is now."""
+        is_new = isinstance(one, torch.Tensor) and id(one) not in met
+        met.add(id(one))
+        return is_new
 
 
 def _bytes_of(tensors: Collection[torch.Tensor]) -> int:

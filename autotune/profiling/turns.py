@@ -10,6 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
+from functools import reduce
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import TypeVar
 
 from autotune.mechanics.step_trace import Phase
@@ -35,6 +38,38 @@ def joined(one: Calls, other: Calls) -> Calls | None:
         found += other[its_begin:its_end] if kind != "equal" else ()
     once = Counter(found) == Counter(one) | Counter(other)
     return tuple(found) if once and set(one) & set(other) else None
+
+
+def common_order(kinds: Sequence[Calls]) -> Calls | None:
+    """Return an order of calls in which those of all kinds of steps are contained, as :func:`joined` does for two.
+
+    Args:
+        kinds: the units that steps of each kind call, in order.
+    """
+    if any(len(set(calls)) < len(calls) for calls in kinds):
+        found = reduce(lambda one, other: one and (joined(one, other) or ()), kinds)
+        return found or None
+    ranks: dict[str, int] = {}
+    sorter = TopologicalSorter[str]()
+    for calls in kinds:
+        if ranks and not ranks.keys() & set(calls):
+            return None
+        for name in calls:
+            ranks.setdefault(name, len(ranks))
+            sorter.add(name)
+        for one, following in pairwise(calls):
+            sorter.add(following, one)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return None
+    order: list[str] = []
+    ready: list[str] = []
+    while sorter.is_active():
+        ready = sorted([*ready, *sorter.get_ready()], key=ranks.__getitem__)
+        order.append(ready.pop(0))
+        sorter.done(order[-1])
+    return tuple(order)
 
 
 def places_in(order: Calls, calls: Calls) -> list[int]:
