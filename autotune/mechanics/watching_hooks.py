@@ -45,6 +45,8 @@ class WatchingHook:
 
     def __call__(self, *args: Any) -> None:
         """Call the function, unless torch records a program, which must be the user's own."""
+        if torch.compiler.is_compiling():
+            return
         if args[0] is self._module and not recorded():
             self._watch(*args)
 
