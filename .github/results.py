@@ -111,7 +111,7 @@ def attached(found: Document) -> Iterator[str]:
             ),
         )
     if found.get("followed"):
-        yield "A step's time over that of an unattached copy under the same plans; and what adds most to ordinary steps:"
+        yield "A step's time over that of an unattached copy under the same plans, and what adds most to ordinary ones:"
         yield from table(
             ["run", "stage", "per step", "over 1,000 steps", "by the tuner's own count", "most is added by"],
             (
