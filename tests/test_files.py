@@ -268,7 +268,7 @@ def test_record_is_appended_after_a_torn_line(tmp_path: Path, whole: bytes):
         ('{"a": 1e999}', r"not finite"),
         ('{"a": [-1e999]}', r"not finite"),
         ("[1]", r"contains a list \(allowed: one JSON object\)"),
-        ("3", r"contains a int \(allowed: one JSON object\)"),
+        ("3", r"contains an int \(allowed: one JSON object\)"),
         ("", r"is not JSON"),
         ('{"a": 1', r"is not JSON"),
         ('{"a": 1} {}', r"is not JSON"),

@@ -17,6 +17,7 @@ import pkgutil
 import random
 import shutil
 import sys
+import tempfile
 import typing
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -185,6 +186,8 @@ def prepare(root: Path, *, runs: bool) -> Places:
         (root / name).mkdir()
     # Libraries look for files in the user's home and write some there.
     os.environ.update(HOME=str(root / "home"), TMPDIR=str(root / "temporary"), MPLCONFIGDIR=str(root / "home"))
+    # A package may have asked for it already.
+    tempfile.tempdir = None
     os.environ.update(COLUMNS="100", MLFLOW_DISABLE_TELEMETRY="true")
     for name in ("MLFLOW_TRACKING_URI", "PGPASSWORD", "AUTOTUNE_DATA"):
         os.environ.pop(name, None)

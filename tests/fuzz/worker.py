@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -226,6 +227,8 @@ def _enter(scratch: Path) -> None:
     home = str(scratch / "home")
     os.environ.update(HOME=home, MPLCONFIGDIR=home, XDG_CACHE_HOME=home, MLFLOW_TRACKING_URI="nowhere:")
     os.environ["TMPDIR"] = str(scratch / "temporary")
+    # A package may have asked for it already.
+    tempfile.tempdir = None
     sys.dont_write_bytecode = True
     os.chdir(scratch)
 
