@@ -111,7 +111,7 @@ LOOPS = {
 @pytest.mark.parametrize("share", [0.5, 8.0])
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("heads", "late", "flat") else pytest.param(name, marks=pytest.mark.slow) for name in LOOPS],
+    [name if name in ("heads", "flat") else pytest.param(name, marks=pytest.mark.slow) for name in LOOPS],
 )
 def test_steps_of_each_task_stay_within_the_budget_once_it_was_seen(name: str, share: float) -> None:
     """Everything was once recomputed for good, whatever the budget."""
@@ -184,6 +184,7 @@ def test_tasks_that_end_leave_others_as_fast_as_the_budget_allows(
     assert not run.used[-1].recomputed
 
 
+@pytest.mark.slow
 def test_task_with_more_calls_that_begins_late_is_in_the_profile_then() -> None:
     """It counted twice for good: in the profile, and as a step with more calls than usual."""
 

@@ -108,7 +108,9 @@ def _cell(storage: Storage) -> tuple[str, str, str]:
 def told_plan(plan: Plan, recomputable: frozenset[str]) -> str:
     """Return a plan in a few words."""
     counts = Counter(plan.storage_of(name) for name in recomputable)
-    told = (storage for storage in STORAGES[1:] if counts[storage] or (storage.recomputes and not storage.keeps_gathered))
+    told = (
+        storage for storage in STORAGES[1:] if counts[storage] or (storage.recomputes and not storage.keeps_gathered)
+    )
     stored = ", ".join(f"{counts[storage]} of {len(recomputable)} {storage.label}" for storage in told)
     return f"{stored}, k = {plan.accumulation_steps}"
 
