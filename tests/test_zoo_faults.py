@@ -142,7 +142,8 @@ class Faulty(Run):
         return found
 
     def _lie(self) -> Any:
-        self._went_wrong = self._went_wrong or len(self.losses) >= self.at
+        # A lie at the very beginning is refused.
+        self._went_wrong = self._went_wrong or len(self.losses) >= max(self.at, 1)
         return "much" if self._went_wrong else 10**12
 
 
