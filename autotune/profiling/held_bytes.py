@@ -68,7 +68,7 @@ class HeldBytes:
         self._model, self._optimizer = model, optimizer
         self._owners: list[dict[str, Any]] = []
         # What was there when the optimizer's items were last looked at: which of them are tensors beside the model's.
-        self._ids: list[int] = []
+        self._there: list[object] = []
         self._are_new: list[bool] = []
         self._has_containers = False
         self._counts = self._pause = 0
@@ -101,9 +101,10 @@ class HeldBytes:
         own = {id(one): one for owner in self._owners for one in owner.values() if one is not None}
         kept = [one for group in self._optimizer.param_groups for one in group["params"]]
         kept += [one for entry in self._optimizer.state.values() if isinstance(entry, dict) for one in entry.values()]
-        ids = [*own, *map(id, kept)]
-        if ids != self._ids:
-            self._ids = ids
+        # Another object may have come to the address of one that is gone.
+        there = [*own, *map(id, kept), *map(type, kept)]
+        if there != self._there:
+            self._there = there
             self._has_containers = any(isinstance(one, _CONTAINERS) for one in kept)
             met = set(own)
             self._are_new = [self._is_new(one, met) for one in kept]
