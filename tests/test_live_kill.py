@@ -153,8 +153,9 @@ def test_a_tuner_that_was_disabled_from_the_beginning_has_the_figures_of_one_bef
     with autotune.attach(trained, optimizer, runs_dir=None) as tuner:
         before = tuner.status
     monkeypatch.setenv(KILL_VARIABLE, "1")
-    status = autotune.attach(trained, optimizer, runs_dir=None).status
+    status = autotune.attach(trained, optimizer, total_steps=5, runs_dir=None).status
     assert list(status) == list(before)
+    assert status["total_steps"] == 5
     assert status["steps"] == status["placed"] == status["switches"] == 0
     assert not status["attached"]
     assert status["plan"].accumulation_steps == 1

@@ -181,3 +181,37 @@ def test_model_is_trained_where_hooks_are_forbidden() -> None:
         optimizer.zero_grad()
     assert tuner.attached
     tuner.detach()
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "within a step"])
+def test_model_compiled_without_breaks_after_a_tuner_was_attached_trains_as_alone(way: Way) -> None:
+    def run(tuned: bool) -> list[float]:
+        model, optimizer = stack()
+        tuner: Any = None
+        if tuned and way == "checkpoint":
+            tuner = autotune.checkpoint(model, 10**10, optimizer=optimizer)
+        elif tuned:
+            tuner = autotune.attach(model, optimizer, "exact", memory_budget_bytes=10**10, runs_dir=None)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        told, losses = tuner if way == "within a step" else None, []
+        for batch in points(STEPS):
+            if told is not None:
+                told.begin_step(batch)
+                told.tell_phase("forward")
+            loss = loss_of(compiled(batch))
+            if told is not None:
+                told.tell_phase("backward")
+            loss.backward()
+            if told is not None:
+                told.tell_phase("update")
+            optimizer.step()
+            optimizer.zero_grad()
+            if told is not None:
+                told.end_step()
+            losses.append(loss.item())
+        if tuner is not None:
+            tuner.detach()
+        torch.compiler.reset()
+        return losses
+
+    assert run(tuned=True) == run(tuned=False)

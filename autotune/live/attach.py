@@ -151,7 +151,8 @@ def attach(
     budget = budget_of(memory_budget_bytes)
     if is_disabled():
         device = devices.device_of(inner)
-        return _inert(inner, model, optimizer, sharded or _update(device, inner, optimizer, clip_norm))
+        update = sharded or _update(device, inner, optimizer, clip_norm)
+        return _inert(inner, model, optimizer, update, total_steps)
     found = find_policy(policy)
     space, locks = _space(inner, settings, chosen_mode, batches, adaptive=adaptive)
     unfit = _unfit(space, model, inner, sharded)
@@ -287,7 +288,9 @@ def _environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, update: Update) -> LiveTuner:
+def _inert(
+    inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, update: Update, total_steps: int | None
+) -> LiveTuner:
     """Return a tuner that only makes the loop's updates."""
     facts = Attached(
         name=type(inner).__name__,
@@ -300,7 +303,7 @@ def _inert(inner: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer,
         stage=Stage.OBSERVE,
         limits=Limits(),
         budget=Size(None),
-        total_steps=None,
+        total_steps=None if total_steps is None else int(total_steps),
         accumulation_steps=1,
     )
     return LiveTuner(facts, model, update, None, stop_file=None, folder=None, on_detach=lambda: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -282,8 +283,8 @@ def _baseline(run: AttachedRun) -> list[str]:
         return []
     share, budget = peak / min(budgets), format_bytes(min(budgets))
     if share > 1:
-        needed = f"{max(round(100 * share), 101)}%"
-        return [f"Your own baseline is predicted to need {needed} of the smallest budget, {budget}: it would not fit."]
+        needed = math.ceil(100 * share)
+        return [f"Your own baseline is predicted to need {needed}% of the smallest budget, {budget}: it would not fit."]
     return [f"Your own baseline is predicted to fit: {share:.0%} of the smallest budget, {budget}."]
 
 
