@@ -66,7 +66,7 @@ def checkpoint(
             runs_dir=None,
         )
     except AttachError as error:
-        raise _as_own(error) from error
+        raise _as_own(error) from None
     if tuner.attached:
         _Steps(model, chosen, tuner)
         leave_to_model(tuner)
