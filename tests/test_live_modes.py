@@ -606,3 +606,22 @@ def test_gradients_that_are_always_there_leave_storage_to_be_switched() -> None:
     assert not tuner.plan.recomputed
     assert not tuner.learning
     tuner.detach()
+
+
+def test_steps_that_begin_beside_gradients_at_times_keep_what_the_budget_allows() -> None:
+    """They were lean for good, and a loop's own call before them was taken for a second one within them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Residual() for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    settings: dict[str, Any] = {"memory_budget_bytes": 10**9, "limits": RESTLESS, "runs_dir": None}
+    tuner = autotune.attach(model, optimizer, "exact", mode="rounding", **settings)
+    lean = 0
+    for number, batch in enumerate(points(72)):
+        if number % 3 == 0:
+            (1e-3 * model(batch).square().mean()).backward()
+        for micro in tuner.micro_batches(batch):
+            lean += not tuner.probing and number >= 48 and bool(tuner.plan.recomputed)
+            tuner.backward(model(micro).square().mean())
+        tuner.step()
+    assert not lean
+    tuner.detach()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -16,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from zoo import WIDTH, Residual, points
 
 import autotune
+from autotune.mechanics.step_trace import TURN
 
 STEPS = 14
 Way = Literal["checkpoint", "micro-batches", "within a step", "from the middle of a step on"]
@@ -215,3 +218,57 @@ def test_model_compiled_without_breaks_after_a_tuner_was_attached_trains_as_alon
         return losses
 
     assert run(tuned=True) == run(tuned=False)
+
+
+ENDS_WITHIN_A_STEP = """
+import torch, autotune
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()) for _ in range(4)])
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+tuner = autotune.checkpoint(model, "1GB", optimizer=optimizer)
+for number in range(8):
+    loss = model(torch.ones(4, 16)).square().mean()
+    if number == {at}:
+        break
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("at", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_process_may_end_within_a_step_that_is_traced(at: int) -> None:
+    code = ENDS_WITHIN_A_STEP.format(at=at)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr[-500:]
+
+
+def test_thread_that_ended_within_a_traced_step_keeps_no_other_run_from_being_profiled() -> None:
+    held: list[Any] = []
+
+    def work() -> None:
+        model, optimizer = stack()
+        tuner = autotune.checkpoint(model, 10**10, optimizer=optimizer)
+        for number, batch in enumerate(points(4)):
+            loss = loss_of(model(batch))
+            if TURN.is_taken:
+                held.append((model, optimizer, tuner, loss, number))
+                return
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert held
+    model, optimizer = stack()
+    tuner = autotune.checkpoint(model, 10**10, optimizer=optimizer)
+    for batch in points(30):
+        loss_of(model(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not tuner.plan.recomputed
+    for one in (tuner, held[0][2]):
+        one.detach()
+    assert not TURN.is_taken

@@ -300,9 +300,17 @@ class Pilot:
             # The step itself is not cut either.
             self._apply(self._profiler.leanest)
 
-    def wait(self) -> None:
-        """Run a step, in which k and precisions cannot be switched, with the storage that needs the least memory."""
-        if self.attached.stage is Stage.ACT and self._budget.latest is not None:
+    def wait(self, batch_bytes: int) -> None:
+        """Run a step, in which k and precisions cannot be switched, under a storage with which the whole batch fits.
+
+        Args:
+            batch_bytes: bytes of its batch, which is not cut.
+        """
+        self._calls.begin_step()
+        if self.attached.stage is not Stage.ACT or self._budget.latest is None:
+            return
+        whole = self.plan.changed(accumulation_steps=self.phase.space.accumulation_choices[0])
+        if not self._fits(whole, batch_bytes):
             self._apply(self.plan.changed(storage=self._profiler.leanest.storage))
 
     def lock_rounding(self, reason: str) -> None:

@@ -23,7 +23,7 @@ from autotune.live.step_uses import Probing, Shadowing, Timing, Tracing, Use
 from autotune.mechanics import devices
 from autotune.mechanics.controls import has_16_bit_parameters
 from autotune.mechanics.loop_signals import any_error
-from autotune.mechanics.step_trace import Phase, is_traced, rest_of, seconds_by_place
+from autotune.mechanics.step_trace import TURN, Phase, rest_of, seconds_by_place
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.memory_scaling import Growth
 from autotune.profiling.trial_passes import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
@@ -496,4 +496,4 @@ def _scripted(attached: Attached) -> dict[str, str]:
 
 def _profiler_runs() -> bool:
     """Return whether the user's own profiler runs, or another tuner's; two cannot run at once."""
-    return bool(torch._C._autograd._profiler_enabled()) or is_traced()
+    return bool(torch._C._autograd._profiler_enabled()) or TURN.is_taken

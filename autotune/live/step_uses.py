@@ -6,6 +6,7 @@ reads the results.
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -200,7 +201,14 @@ class Tracing(Timing):
             self.static_bytes = max(self.static_bytes, seen.current - self.gradient_bytes - self.ahead.batch_bytes)
         self.tracer = StepTracer(run.model, self._names, run.device)
         self.watch = self.tracer.watch
+        # A trace that is still open when the interpreter is taken apart crashes it.
+        atexit.register(self._hooks.close)
         self._hooks.enter_context(self.tracer.tracing())
+
+    def close(self) -> None:
+        """Remove the hooks, and end the trace."""
+        atexit.unregister(self._hooks.close)
+        super().close()
 
     def older_bytes(self) -> int:
         """Return bytes that were alive before the step and freed in it, other than the model's and the optimizer's.

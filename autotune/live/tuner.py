@@ -580,7 +580,7 @@ class LiveTuner:
             self._leave_join()
         self._look_at_modules()
         if not bounded and self._must_wait(ended=ended):
-            self._safely(lambda pilot: pilot.wait())
+            self._safely(lambda pilot: pilot.wait(running.size))
             return 1
         own = self._facts.accumulation_steps
         # The sizes of later micro-batches are not known: the largest so far is assumed.

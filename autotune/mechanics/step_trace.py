@@ -321,13 +321,38 @@ def rest_of(step_s: float, seconds: Mapping[tuple[Phase, int], float]) -> float:
     return max(step_s - sum(value for (phase, _), value in seconds.items() if phase != "update"), 0.0)
 
 
-# Torch's profiler crashes if two threads use it at once.
-_TRACING = threading.Lock()
+class _Turn:
+    """The right to trace, which one step of a process has at a time: torch's profiler crashes if two threads use it.
+
+    A thread that has ended, or that a fork has left behind, has it no more.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._owner: tuple[threading.Thread, object] | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a step is traced now, on any thread."""
+        owner = self._owner
+        return owner is not None and owner[0].is_alive()
+
+    def take(self, who: object) -> bool:
+        """Take the right if it is free; return whether it was."""
+        with self._guard:
+            if self.is_taken:
+                return False
+            self._owner = threading.current_thread(), who
+            return True
+
+    def give_back(self, who: object) -> None:
+        """Give the right back, if nobody else has it by now."""
+        with self._guard:
+            if self._owner is not None and self._owner[1] is who:
+                self._owner = None
 
 
-def is_traced() -> bool:
-    """Return whether a step of this process is traced now, on any thread."""
-    return _TRACING.locked()
+TURN = _Turn()
 
 
 class StepTracer:
@@ -355,7 +380,7 @@ class StepTracer:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Trace the body, one optimizer step, unless another step of this process is traced."""
-        if not _TRACING.acquire(blocking=False):
+        if not TURN.take(self):
             self.watch.spoilt = "another step of this process is traced"
             yield
             return
@@ -363,7 +388,7 @@ class StepTracer:
             with self._traced():
                 yield
         finally:
-            _TRACING.release()
+            TURN.give_back(self)
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
