@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from zoo import WIDTH, Residual, points
 
 import autotune
+from autotune.live.live_profiler import _WAITED
 from autotune.mechanics.step_trace import TURN
 
 STEPS = 14
@@ -272,3 +275,43 @@ def test_thread_that_ended_within_a_traced_step_keeps_no_other_run_from_being_pr
     for one in (tuner, held[0][2]):
         one.detach()
     assert not TURN.is_taken
+
+
+def test_run_after_one_that_was_interrupted_in_a_traced_step_is_profiled_and_frees_its_model() -> None:
+    def interrupted() -> weakref.ref[nn.Module]:
+        model, optimizer = stack()
+        autotune.checkpoint(model, 10**10, optimizer=optimizer)
+        for batch in points(4):
+            loss = loss_of(model(batch))
+            if TURN.is_taken:
+                return weakref.ref(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        raise AssertionError("no step was traced")
+
+    former = interrupted()
+    model, optimizer = stack()
+    tuner = autotune.checkpoint(model, 10**10, optimizer=optimizer)
+    assert not TURN.is_taken
+    gc.collect()
+    assert former() is None
+    for batch in points(30):
+        loss_of(model(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not tuner.plan.recomputed
+    assert tuner.locks.keys() == {"precision", "accumulation_steps"}
+    tuner.detach()
+
+
+def test_run_that_cannot_be_profiled_for_long_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = stack()
+    tuner = autotune.checkpoint(model, 10**10, optimizer=optimizer)
+    with torch.profiler.profile():
+        for batch in points(2 + _WAITED):
+            loss_of(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sum("no step could be profiled" in record.message for record in caplog.records) == 1
+    tuner.detach()

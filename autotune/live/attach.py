@@ -50,6 +50,7 @@ from autotune.mechanics import controls, devices
 from autotune.mechanics.loop_signals import errors_ignored
 from autotune.mechanics.precision import useful_precisions
 from autotune.mechanics.sharded import ShardedUpdate
+from autotune.mechanics.step_trace import TURN
 from autotune.mechanics.stepping import Update
 from autotune.mechanics.storages import offered
 from autotune.plan import PlanSpace, Precision
@@ -153,6 +154,8 @@ def attach(
         device = devices.device_of(inner)
         update = sharded or _update(device, inner, optimizer, clip_norm)
         return _inert(inner, model, optimizer, update, total_steps)
+    # In a notebook, a loop may have been interrupted within a traced step.
+    TURN.end_own()
     found = find_policy(policy)
     space, locks = _space(inner, settings, chosen_mode, batches, adaptive=adaptive)
     unfit = _unfit(space, model, inner, sharded)

@@ -41,6 +41,8 @@ _TRACED_AGAIN, _TRACED_AGAIN_AT_MOST = 4, 1023
 _UNREADABLE = 4
 # After more traced steps in a row with more micro-batches than were declared, the run is not profiled.
 _TOO_LONG = 2
+# Steps that profiling is held up before a warning.
+_WAITED = 100
 
 
 class LiveProfiler:
@@ -75,6 +77,8 @@ class LiveProfiler:
         # What the running step is used for; ``None`` for an ordinary one.
         self._use: Use | None = None
         self._began = False
+        # Steps in a row from which nothing could be learnt, since a profiler ran.
+        self._waited = 0
         self._unreadable = 0
         # Declared micro-batches of a traced step that had only one; 0 if there was none.
         self._too_short = 0
@@ -145,11 +149,23 @@ class LiveProfiler:
             budget_bytes: The current memory budget; ``None`` for none.
         """
         self._lessons.ahead, self._lessons.budget_bytes, self._use = ahead, budget_bytes, None
-        if self.done or (self._began and _profiler_runs()):
+        if self.done or (self._began and self._must_wait()):
             return None
-        self._began = True
+        self._began, self._waited = True, 0
         self._use = next(self._upcoming, None)
         return None if self._use is None else self._use.plan
+
+    def _must_wait(self) -> bool:
+        """Return whether nothing can be learnt from the next step; warn once if that does not end."""
+        waits = _profiler_runs()
+        self._waited += waits
+        if waits and self._waited == _WAITED:
+            logger.warning(
+                "no step could be profiled for %d steps, because a profiler or another traced step of this process has "
+                "been running; until that ends, plans are as careful as at the beginning",
+                _WAITED,
+            )
+        return waits
 
     def run_under(self, plan: Plan) -> None:
         """Note that the next step runs under another plan than was asked for, because other ranks need it."""

@@ -6,7 +6,6 @@ reads the results.
 
 from __future__ import annotations
 
-import atexit
 import gc
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -201,14 +200,12 @@ class Tracing(Timing):
             self.static_bytes = max(self.static_bytes, seen.current - self.gradient_bytes - self.ahead.batch_bytes)
         self.tracer = StepTracer(run.model, self._names, run.device)
         self.watch = self.tracer.watch
-        # A trace that is still open when the interpreter is taken apart crashes it.
-        atexit.register(self._hooks.close)
-        self._hooks.enter_context(self.tracer.tracing())
+        self.tracer.begin()
 
     def close(self) -> None:
-        """Remove the hooks, and end the trace."""
-        atexit.unregister(self._hooks.close)
-        super().close()
+        """End the trace."""
+        if self.tracer is not None:
+            self.tracer.end()
 
     def older_bytes(self) -> int:
         """Return bytes that were alive before the step and freed in it, other than the model's and the optimizer's.

@@ -6,6 +6,7 @@ call c is 2c and the call itself 2c + 1, so that after n calls the last segment 
 
 from __future__ import annotations
 
+import atexit
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -329,7 +330,7 @@ class _Turn:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._owner: tuple[threading.Thread, object] | None = None
+        self._owner: tuple[threading.Thread, StepTracer] | None = None
 
     @property
     def is_taken(self) -> bool:
@@ -337,7 +338,7 @@ class _Turn:
         owner = self._owner
         return owner is not None and owner[0].is_alive()
 
-    def take(self, who: object) -> bool:
+    def take(self, who: StepTracer) -> bool:
         """Take the right if it is free; return whether it was."""
         with self._guard:
             if self.is_taken:
@@ -345,11 +346,17 @@ class _Turn:
             self._owner = threading.current_thread(), who
             return True
 
-    def give_back(self, who: object) -> None:
+    def give_back(self, who: StepTracer) -> None:
         """Give the right back, if nobody else has it by now."""
         with self._guard:
             if self._owner is not None and self._owner[1] is who:
                 self._owner = None
+
+    def end_own(self) -> None:
+        """End the trace that this thread has begun, if there is one: its loop may have been interrupted for good."""
+        owner = self._owner
+        if owner is not None and owner[0] is threading.current_thread():
+            owner[1].abandon()
 
 
 TURN = _Turn()
@@ -376,6 +383,23 @@ class StepTracer:
         self._seen: list[tuple[Literal["input", "output", "saved"], Place, int, int]] = []
         self.watch = StepWatch(model, units, self._mark, self._note)
         self.trace: StepTrace | None = None
+        self._hooks = ExitStack()
+
+    def begin(self) -> None:
+        """Begin to trace an optimizer step, in place of :meth:`tracing`."""
+        # A trace that is still open when the interpreter is taken apart crashes it.
+        atexit.register(self.end)
+        self._hooks.enter_context(self.tracing())
+
+    def end(self) -> None:
+        """End the trace that :meth:`begin` began, if it has not ended."""
+        atexit.unregister(self.end)
+        self._hooks.close()
+
+    def abandon(self) -> None:
+        """End the trace before the step ends."""
+        self.watch.spoilt = "the step did not end before another tuner was attached"
+        self.end()
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
