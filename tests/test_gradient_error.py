@@ -17,7 +17,7 @@ from torch import nn
 from autotune import TorchEngine
 from autotune.catalog import load_job
 from autotune.engines.torch_engine import EngineOptions
-from autotune.mechanics.stepping import split
+from autotune.mechanics.cutting import split
 from autotune.mechanics.trees import tensors
 from autotune.plan import Precision
 from autotune.profiling.convergence_runs import cached_convergence, measure_convergence

@@ -15,8 +15,9 @@ from torch import nn
 
 from autotune import find_units
 from autotune.cost_model.noise_scale import gradient_variance, noise_sample
+from autotune.mechanics.cutting import num_samples, split, weights
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe, ProbedStep
-from autotune.mechanics.stepping import Update, num_samples, split, weights
+from autotune.mechanics.stepping import Update
 
 
 def batch_of(samples: int, dtype: torch.dtype = torch.float32) -> Any:

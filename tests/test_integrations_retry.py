@@ -23,7 +23,7 @@ from test_integrations_transformers import llama, padded, texts  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
 from autotune.live.integrations.transformers import TunedTrainer  # noqa: E402
-from autotune.mechanics import stepping  # noqa: E402
+from autotune.mechanics import cutting  # noqa: E402
 
 STEPS = 7
 
@@ -84,13 +84,13 @@ class Cut(Trainer):
         self.ks = ks
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        pieces = stepping.split(inputs, self.ks(self.state.global_step))
-        whole, losses = stepping.num_samples(inputs), []
+        pieces = cutting.split(inputs, self.ks(self.state.global_step))
+        whole, losses = cutting.num_samples(inputs), []
         for piece in pieces:
             if not isinstance(self.model, Noisy):
                 losses.append(super().training_step(model, piece, num_items_in_batch))
                 continue
-            former, share = self.current_gradient_accumulation_steps, stepping.num_samples(piece) / whole
+            former, share = self.current_gradient_accumulation_steps, cutting.num_samples(piece) / whole
             self.current_gradient_accumulation_steps = 1.0 / share  # type: ignore[assignment]
             losses.append(super().training_step(model, piece, num_items_in_batch))
             self.current_gradient_accumulation_steps = former

@@ -48,7 +48,7 @@ class Run:
             for number, batch in enumerate(self._batches):
                 self._step(tuner, model, optimizer, number, batch)
             self.locks = dict(tuner.locks)
-            profiler: Any = tuner._pilot._profiler  # type: ignore[union-attr]
+            profiler: Any = tuner._controller.run.profiler  # type: ignore[union-attr]
             self.is_profiled, self.calls = profiler.complete, profiler.knowledge.calls_of("0")
 
     def over(self) -> list[int]:
@@ -72,7 +72,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             for micro in tuner.micro_batches(batch):
                 # A traced step measures itself.
-                if not stack._exit_callbacks and not isinstance(tuner._pilot._profiler._use, Tracing):
+                if not stack._exit_callbacks and not isinstance(tuner._controller.run.profiler._use, Tracing):
                     stack.enter_context(meter.metering(resident_tensors(model, optimizer, [batch])))
                 loss = model(micro).square().mean()
                 for again in range(1, self._calls(number)):

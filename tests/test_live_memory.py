@@ -22,14 +22,14 @@ from torch import nn
 import autotune
 from autotune.cost_model.solver import SAFETY_MARGIN
 from autotune.live import lessons
-from autotune.live.controller import Pilot
+from autotune.live.decisions import Decisions
 from autotune.live.live_knowledge import Knowledge
 from autotune.live.placement import Placements
 from autotune.live.prediction_scores import Expected, Score
 from autotune.live.step_uses import Tracing
 from autotune.mechanics import controls, randomness
+from autotune.mechanics.cutting import split
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
-from autotune.mechanics.stepping import split
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import find_units
 
@@ -123,13 +123,13 @@ def metered_run(
         runs_dir=None,
         settings=autotune.Settings(storages=storages),
     )
-    pilot: Any = tuner._pilot
+    controller: Any = tuner._controller
     steps = []
     for now, batch in enumerate(batches(lengths)):
         meter = MemoryMeter(CPU)
         for micro in tuner.micro_batches(batch):
             plan = tuner.plan
-            traced = isinstance(pilot._profiler._use, Tracing)
+            traced = isinstance(controller.run.profiler._use, Tracing)
             with contextlib.ExitStack() as stack:
                 if not traced:
                     stack.enter_context(meter.metering(resident_tensors(trained, optimizer, [micro])))
@@ -137,7 +137,7 @@ def metered_run(
                 tuner.step()
         peak = tuner.status["measured_peak_bytes"] if traced else None
         steps.append(Step(budget(now), twin.peak_bytes(plan, batch), meter.peak_bytes, peak, plan))
-    status = {**tuner.status, "locks": pilot.locks}
+    status = {**tuner.status, "locks": controller.run.locks}
     tuner.detach()
     for one, two in zip(twin.model.parameters(), trained.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -242,14 +242,14 @@ def test_no_plan_at_any_length_needs_more_than_predicted(
     monkeypatch.setattr(Placements, "fastest", any_that_fits)
     drawn = np.random.default_rng(100 + seed).uniform(low * 1.03, high * 1.05, 30).astype(int)
     known = []
-    adopt = Pilot._adopt
+    adopt = Decisions._adopt
 
-    def remembered(self: Pilot, *arguments: Any) -> None:
+    def remembered(self: Decisions, *arguments: Any) -> None:
         adopt(self, *arguments)
-        assert self.placements is not None
-        known.append(self.placements)
+        assert self._run.placements is not None
+        known.append(self._run.placements)
 
-    monkeypatch.setattr(Pilot, "_adopt", remembered)
+    monkeypatch.setattr(Decisions, "_adopt", remembered)
     steps, status = metered_run(ragged(seed, 30), lambda n: int(drawn[n]), "ppo")
     assert_within(steps, status, known_to_fit=False)
     twin, needed = Twin(), {}
@@ -310,10 +310,10 @@ def test_predictions_are_scored_before_any_switch(bounds: tuple[int, int]) -> No
             for micro in tuner.micro_batches(batch):
                 tuner.backward(gpt_loss(trained, micro))
                 tuner.step()
-        pilot: Any = tuner._pilot
+        controller: Any = tuner._controller
         assert tuner.status["acting"]
-        assert pilot._profiler.knowledge.scores
-        seen += [score.short_frac for score in pilot._profiler.knowledge.scores]
+        assert controller.run.profiler.knowledge.scores
+        seen += [score.short_frac for score in controller.run.profiler.knowledge.scores]
         tuner.detach()
     assert max(seen) <= SAFETY_MARGIN
 
@@ -411,10 +411,10 @@ def test_memory_allocated_later_by_the_loop_is_not_a_prediction_error(bounds: tu
         for micro in tuner.micro_batches(batch):
             tuner.backward(gpt_loss(trained, micro))
             tuner.step()
-    pilot: Any = tuner._pilot
+    controller: Any = tuner._controller
     assert tuner.status["acting"]
-    assert pilot._profiler.knowledge.scores
-    assert max(score.short_frac for score in pilot._profiler.knowledge.scores) <= SAFETY_MARGIN
+    assert controller.run.profiler.knowledge.scores
+    assert max(score.short_frac for score in controller.run.profiler.knowledge.scores) <= SAFETY_MARGIN
     tuner.detach()
 
 
@@ -524,13 +524,13 @@ def cut_run(shapes: Iterable[tuple[int, int]], share: float) -> tuple[list[CutSt
     trained, optimizer = new()
     steps = []
     with autotune.attach(trained, optimizer, mode="rounding", memory_budget_bytes=budget, runs_dir=None) as tuner:
-        pilot: Any = tuner._pilot
+        controller: Any = tuner._controller
         for text in texts:
             pieces = tried = 0
             meter = MemoryMeter(CPU)
             with contextlib.ExitStack() as stack:
                 for micro in tuner.micro_batches(text):
-                    if not stack._exit_callbacks and not isinstance(pilot._profiler._use, Tracing):
+                    if not stack._exit_callbacks and not isinstance(controller.run.profiler._use, Tracing):
                         stack.enter_context(meter.metering(resident_tensors(trained, optimizer, [text])))
                     pieces, tried = pieces + (not tuner.probing), tried + tuner.probing
                     tuner.backward(gpt_loss(trained, micro))
@@ -538,10 +538,10 @@ def cut_run(shapes: Iterable[tuple[int, int]], share: float) -> tuple[list[CutSt
                 tuner.step()
             peak = meter.peak_bytes or tuner.status["measured_peak_bytes"]
             steps.append(CutStep((text.shape[0], text.shape[1]), pieces, tried, plan, peak))
-        status = {**tuner.status, "locks": dict(tuner.locks), "predicted": pilot.placements.peak_bytes}
-        status["share"] = pilot.phase.share
-        status["plans"] = pilot.placements.plans
-        status["ks"] = {plan.accumulation_steps for plan in pilot._profiler.knowledge.seen}
+        status = {**tuner.status, "locks": dict(tuner.locks), "predicted": controller.run.placements.peak_bytes}
+        status["share"] = controller.run.phase.share
+        status["plans"] = controller.run.placements.plans
+        status["ks"] = {plan.accumulation_steps for plan in controller.run.profiler.knowledge.seen}
     return steps, budget, status
 
 
@@ -630,14 +630,14 @@ def test_batches_that_the_loop_accumulates_are_not_taken_for_cut_ones() -> None:
     tuner = autotune.attach(
         trained, optimizer, accumulation_steps=4, memory_budget_bytes=budget, limits=RESTLESS, runs_dir=None
     )
-    pilot: Any = tuner._pilot
+    controller: Any = tuner._controller
     for number in range(48):
         texts = [torch.randint(0, 11, (7 if number < 24 else 8, LONG)) for _ in range(4)]
         meter = MemoryMeter(CPU)
         with contextlib.ExitStack() as stack:
             for text in texts:
                 for micro in tuner.micro_batches(text):
-                    if text is texts[0] and not isinstance(pilot._profiler._use, Tracing):
+                    if text is texts[0] and not isinstance(controller.run.profiler._use, Tracing):
                         stack.enter_context(meter.metering(resident_tensors(trained, optimizer, [text])))
                     tuner.backward(gpt_loss(trained, micro) / 4)
             tuner.step()

@@ -338,9 +338,9 @@ def test_cost_of_k_under_adaptive_batching_includes_one_shared_update(budget: in
         plain_gpt, padded(80), padded_loss, num_targets, policy=policy, mode="tolerant", settings=ADAPTIVE,
         memory_budget_bytes=budget, limits=RESTLESS,
     )  # fmt: skip
-    pilot: Any = tuned.tuner._pilot
+    controller: Any = tuned.tuner._controller
     # The initial profile, and the one after another k had run.
-    for profile in (policy.profiles[0], pilot.placements.profile):
+    for profile in (policy.profiles[0], controller.run.placements.profile):
         update = profile.tables[0].update_s
         assert update > 0
         assert [table.accumulation_steps for table in profile.tables] == [1, 2, 4, 8]
@@ -361,10 +361,10 @@ def test_adaptive_step_time_is_the_sum_over_its_batches_without_gaps(
         model, torch.optim.SGD(model.parameters(), 0.05), Holds(4), mode="tolerant", settings=ADAPTIVE,
         limits=RESTLESS, runs_dir=None,
     )  # fmt: skip
-    pilot: Any = tuner._pilot
-    after_step, steps, noted = pilot.after_step, [], []
-    monkeypatch.setattr(pilot, "after_step", lambda step: (steps.append(step), after_step(step)))
-    monkeypatch.setattr(pilot._check, "note", noted.append)
+    controller: Any = tuner._controller
+    after_step, steps, noted = controller.after_step, [], []
+    monkeypatch.setattr(controller, "after_step", lambda step: (steps.append(step), after_step(step)))
+    monkeypatch.setattr(controller.run.check, "note", noted.append)
     held: list[torch.Tensor] = []
     began, between_s = time.perf_counter(), 0.0
     for number, batch in enumerate(batches):
@@ -542,9 +542,9 @@ def test_storages_of_the_environment_that_an_attached_run_cannot_have_are_locked
     monkeypatch.setenv("AUTOTUNE_STORAGES", "selective,compress8,offload")
     network = deep_gpt()
     tuner = autotune.attach(network, torch.optim.SGD(network.parameters(), 1e-2), runs_dir=None)
-    pilot: Any = tuner._pilot
-    assert pilot.attached.space.storages == (*DEFAULT_STORAGES[:1], Storage.SELECTIVE, *DEFAULT_STORAGES[1:])
-    assert {"compress8", "offload"} <= pilot.attached.locks.keys()
+    controller: Any = tuner._controller
+    assert controller.run.attached.space.storages == (*DEFAULT_STORAGES[:1], Storage.SELECTIVE, *DEFAULT_STORAGES[1:])
+    assert {"compress8", "offload"} <= controller.run.attached.locks.keys()
     tuner.detach()
 
 

@@ -32,7 +32,7 @@ from test_live import (
 from torch import nn
 
 import autotune
-from autotune.live.controller import Pilot
+from autotune.live.controller import Controller
 from autotune.live.deciding import Decider
 from autotune.live.placement import Placements
 from autotune.live.rank_channel import Ranks, RanksError
@@ -43,7 +43,7 @@ ATTACHED = {"policy": Wanders(), "memory_budget_bytes": 10**9, "limits": RESTLES
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize("broken", [(Placements, "peak_bytes"), (Pilot, "summary"), (Pilot, "close")])
+@pytest.mark.parametrize("broken", [(Placements, "peak_bytes"), (Controller, "summary"), (Controller, "close")])
 def test_failure_in_any_part_of_the_tuner_leaves_the_run_unchanged(
     broken: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,9 +311,9 @@ def test_forked_child_of_a_run_asks_a_thread_of_its_own() -> None:
 
     for batch in batches:
         step(batch)
-    pilot: Any = tuner._pilot
+    controller: Any = tuner._controller
     # The parent's thread has answered, and waits for more questions.
-    assert pilot.decider._thread.is_alive()
+    assert controller._decisions._decider._thread.is_alive()
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
 
@@ -322,7 +322,7 @@ def test_forked_child_of_a_run_asks_a_thread_of_its_own() -> None:
         begun = time.monotonic()
         with torch.no_grad():
             loss = float(gpt_loss(model.eval(), last))
-        answered = [pilot.decider.ask(os.getpid) for _ in range(3)]
+        answered = [controller._decisions._decider.ask(os.getpid) for _ in range(3)]
         tuner.detach()
         writer.send((loss, answered, time.monotonic() - begun))
 
@@ -343,5 +343,5 @@ def test_forked_child_of_a_run_asks_a_thread_of_its_own() -> None:
     model.train()
     step(last)
     assert tuner.attached
-    assert pilot.decider.ask(os.getpid) == os.getpid()
+    assert controller._decisions._decider.ask(os.getpid) == os.getpid()
     tuner.detach()

@@ -159,12 +159,12 @@ def test_batches_of_equal_bytes_stay_within_the_budget_after_first_sight_where_k
     with autotune.attach(
         model, optimizer, "exact", mode="rounding", memory_budget_bytes=budget, limits=RESTLESS, runs_dir=None
     ) as tuner:
-        pilot: Any = tuner._pilot
+        controller: Any = tuner._controller
         for number, batch in enumerate(batches):
             meter = MemoryMeter(CPU)
             with contextlib.ExitStack() as stack:
                 for part, micro in enumerate(tuner.micro_batches(batch)):
-                    if not part and not isinstance(pilot._profiler._use, Tracing):
+                    if not part and not isinstance(controller.run.profiler._use, Tracing):
                         stack.enter_context(meter.metering(resident_tensors(model, optimizer, [batch])))
                     tuner.backward(gpt_loss(model, micro))
                 ks.add(tuner.plan.accumulation_steps)
@@ -253,12 +253,12 @@ def test_long_texts_beside_large_images_fit_from_their_first_step_on(mode: str) 
     budget, peaks = (meter.peak_bytes or 0) * 6 // 10, []
     trained, optimizer = new()
     with autotune.attach(trained, optimizer, mode=mode, memory_budget_bytes=budget, runs_dir=None) as tuner:
-        pilot: Any = tuner._pilot
+        controller: Any = tuner._controller
         for batch in batches:
             meter = MemoryMeter(torch.device("cpu"))
             with contextlib.ExitStack() as stack:
                 for number, micro in enumerate(tuner.micro_batches(batch)):
-                    if not number and not isinstance(pilot._profiler._use, Tracing):
+                    if not number and not isinstance(controller.run.profiler._use, Tracing):
                         stack.enter_context(meter.metering(resident_tensors(trained, optimizer, [batch])))
                     tuner.backward(step(trained, micro))
                 tuner.step()

@@ -70,13 +70,15 @@ def test_steps_of_several_uneven_batches_never_need_more_than_predicted() -> Non
         with meter.metering(resident_tensors(model, optimizer, [largest])):
             step(several)
             # The plan of the step; the tuner does not profile it while another profiler runs.
-            pilot: Any = tuner._pilot
-            plan = pilot.plan
-        length = max(tensor_bytes([batch]) for batch in several) / pilot.placements.profile.tables[0].batch_bytes
+            controller: Any = tuner._controller
+            plan = controller.run.plan
+        length = (
+            max(tensor_bytes([batch]) for batch in several) / controller.run.placements.profile.tables[0].batch_bytes
+        )
         assert meter.peak_bytes is not None
         # Memory that does not depend on the step's size is not separated, and matters more in small steps.
         if length >= 0.7:
-            ratios.append(meter.peak_bytes / pilot.placements.peak_bytes(plan, length))
+            ratios.append(meter.peak_bytes / controller.run.placements.peak_bytes(plan, length))
     assert max(ratios) <= 1.03
     assert len(set(ratios)) > 10
 

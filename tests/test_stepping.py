@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten
 
 from autotune import JobError
 from autotune.cost_model.paper_equations import clipped
-from autotune.mechanics.stepping import Update, WholeTensors, count_items, num_samples, split, weights
+from autotune.mechanics.cutting import WholeTensors, count_items, num_samples, split, weights
+from autotune.mechanics.stepping import Update
 
 Pair = namedtuple("Pair", "inputs targets")
 

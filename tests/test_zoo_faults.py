@@ -44,8 +44,15 @@ ENDS = {"exception": ValueError, "interrupt": KeyboardInterrupt, "memory": Memor
 OWN = (*ENDS, *NOT_FINITE, *OUT_OF_MEMORY, "memory skipped")
 TUNERS = ("stop", "kill", "detach", "policy", "hang", "lie", "disk", "folder")
 FAULTS = (*OWN, *TUNERS, "server")
-# The model of this loop is never called as a whole.
-ROOTLESS = {"nan in loss": "cyclegan", "memory between": "cyclegan"}
+# Loops in which a fault has no place: a model that is never called as a whole, blocks that receive no tensors, and
+# clones that are trained in the model's place, so that no policy is asked.
+UNFIT = {
+    "nan in loss": "cyclegan",
+    "memory between": "cyclegan",
+    "nan in forward": "state_in_place",
+    "policy": "maml_by_clones",
+    "hang": "maml_by_clones",
+}
 FOLLOWER, DEAD_SERVER = "autotune-follower", "http://127.0.0.1:9"
 
 
@@ -118,7 +125,7 @@ class Faulty(Run):
             tuner.detach()
         elif self.fault == "disk":
             # A full disk.
-            log = tuner._pilot.log
+            log = tuner._controller.run.log
             log._file.close()
             log._file = Path("/dev/full").open("ab")  # noqa: SIM115
         elif self.fault == "folder":
@@ -182,7 +189,7 @@ def drawn(count: int) -> list[tuple[str, str, int, int]]:
     choice.shuffle(faults)
     found = []
     for fault in faults:
-        names = SKIPPING if fault == "memory skipped" else [name for name in NAMES if ROOTLESS.get(fault) != name]
+        names = SKIPPING if fault == "memory skipped" else [name for name in NAMES if UNFIT.get(fault) != name]
         found.append((choice.choice(names), fault, choice.randint(0, 8), choice.choice([1, 10**12])))
     return found
 

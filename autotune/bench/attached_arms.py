@@ -13,7 +13,7 @@ from torch import nn
 from autotune.engines.job_checks import build_model, build_optimizer
 from autotune.job import Job
 from autotune.live.attach import attach
-from autotune.mechanics import controls, devices, randomness, stepping
+from autotune.mechanics import controls, cutting, devices, randomness
 from autotune.mechanics.cutting import Cutting
 from autotune.plan import Plan
 
@@ -64,7 +64,7 @@ class Arm:
             loss.backward()
         else:
             pieces = Cutting.of(self.job).pieces(batch, self.k)
-            weights = stepping.weights([stepping.count_items(piece, self.job.count) for piece in pieces])
+            weights = cutting.weights([cutting.count_items(piece, self.job.count) for piece in pieces])
             for piece, weight in zip(pieces, weights, strict=True):
                 loss = self.job.loss(self.model, piece)
                 (loss * weight).backward()

@@ -21,7 +21,7 @@ from autotune.io.progress import Reporter
 from autotune.job import Job
 from autotune.live.limits import Limits
 from autotune.live.settings import Settings
-from autotune.mechanics import randomness, stepping
+from autotune.mechanics import cutting, randomness
 from autotune.stats import mean_with_interval
 
 # A budget that never binds, since only step sizes are compared.
@@ -80,7 +80,7 @@ class _Racer:
         for _ in range(job.evaluate_every):
             batch = next(self.batches)
             self.arm.take(batch)
-            self.samples += stepping.num_samples(batch)
+            self.samples += cutting.num_samples(batch)
         with randomness.isolated():
             self.arm.model.eval()
             self.metrics.append(float(job.evaluate(self.arm.model)))

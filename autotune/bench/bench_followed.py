@@ -26,7 +26,7 @@ from autotune.job import Job
 from autotune.live.limits import Limits
 from autotune.live.placement import Placements
 from autotune.live.settings import Settings
-from autotune.mechanics import stepping
+from autotune.mechanics import cutting
 from autotune.stats import median_interval, total_ratio_interval
 
 # A budget that never binds.
@@ -181,7 +181,7 @@ class _Pair:
         return own, other
 
     def _counted(self, batch: Any) -> Any:
-        self.samples.append(stepping.num_samples(batch))
+        self.samples.append(cutting.num_samples(batch))
         return batch
 
     def __enter__(self) -> _Pair:

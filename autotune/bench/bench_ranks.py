@@ -23,7 +23,7 @@ from autotune.engines.registry import ENGINES, RankOptions
 from autotune.engines.rendezvous import join_ranks
 from autotune.io.progress import Reporter
 from autotune.job import Job
-from autotune.mechanics import stepping
+from autotune.mechanics import cutting
 from autotune.mechanics.fully_sharded import spread
 from autotune.mechanics.randomness import seed_all
 from autotune.units import units_of
@@ -65,7 +65,7 @@ class RankLoop(ABC):
             factor = 1.0 if job.schedule is None else job.schedule.factor(self._steps / job.max_steps)
             for group, base in zip(self._groups, self._base_rates, strict=True):
                 group["lr"] = base * factor
-            self.step(job, stepping.split(next(self._batches), world)[rank]).item()
+            self.step(job, cutting.split(next(self._batches), world)[rank]).item()
 
 
 class DeepSpeedLoop(RankLoop):

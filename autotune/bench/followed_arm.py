@@ -9,7 +9,7 @@ import torch
 
 from autotune.bench.attached_arms import Arm, LiveArm
 from autotune.cost_model.learning_rate import batch_factor
-from autotune.mechanics import controls, stepping
+from autotune.mechanics import controls, cutting
 from autotune.plan import Plan
 
 
@@ -46,7 +46,7 @@ class FollowedArm(Arm):
         """Train on one batch; if a step consumes several, update after the last one."""
         if self._lr_rule is None:
             return super().step(batch)
-        self._items.append(stepping.count_items(batch, self.job.count))
+        self._items.append(cutting.count_items(batch, self.job.count))
         loss = self.job.loss(self.model, batch)
         (loss * (self._items[-1] / (self._items[0] * self.k))).backward()
         if self._live.updated[len(self.losses)]:

@@ -22,17 +22,19 @@ from torch import nn
 
 from autotune.bench.attached_arms import Arm
 from autotune.live import tuner
-from autotune.live.controller import Pilot
+from autotune.live.controller import Controller
 from autotune.live.deciding import Decider
 from autotune.live.decision_log import DecisionLog
+from autotune.live.decisions import Decisions
 from autotune.live.live_knowledge import Knowledge
 from autotune.live.live_profiler import LiveProfiler
 from autotune.live.memory_budget import BudgetReader
 from autotune.live.probe_results import ProbeResults
 from autotune.live.running_step import RunningStep
+from autotune.live.step_plans import StepPlans
 from autotune.live.tripwires import Wires
 from autotune.live.tuner import LiveTuner
-from autotune.mechanics import devices, stepping
+from autotune.mechanics import cutting, devices
 from autotune.mechanics.controls import Switcher
 from autotune.mechanics.gradient_stats import GradientMonitor, GradientProbe
 from autotune.mechanics.step_trace import StepWatch
@@ -52,13 +54,13 @@ PARTS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     "signature": ((tuner, ("signature_of",)),),
     "reading the budget": ((BudgetReader, ("read", "read_device")),),
     "choosing the placement": (
-        (Pilot, ("_plan_ahead", "_placed_plan", "_is_news", "_of_several")),
+        (StepPlans, ("_plan_ahead", "_placed_plan", "_is_news", "of_several")),
         (LiveProfiler, ("plan_for", "also_watch")),
     ),
     "switching plans": ((Switcher, ("apply",)),),
     "counting calls": (
         (UnitCalls, ("begin_step", "begin_pass", "end_step")),
-        (Pilot, ("_begin_to_count",)),
+        (Controller, ("_begin_to_count",)),
         (Switcher, ("barred",)),
     ),
     STATISTICS: (
@@ -67,20 +69,21 @@ PARTS: Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]] = {
     ),
     "memory peaks": ((StepPeaks, ("begin", "end", "take")),),
     "log": ((DecisionLog, ("write",)),),
-    DECISION: ((Pilot, ("_meet",)),),
+    DECISION: ((Decisions, ("_meet",)),),
     "policy": ((Decider, ("ask",)),),
-    "profile": ((Pilot, ("_take_profile",)), (Knowledge, ("profile",))),
+    "profile": ((Decisions, ("_take_profile",)), (Knowledge, ("profile",))),
     TRACING: ((LiveProfiler, ("begin", "phase", "end")), (StepWatch, ("_see", "_go"))),
     PROBE: ((recompute_probe, ("storage_lock",)), (ProbeResults, ("read",))),
-    SHADOW: ((Pilot, ("take_shadows",)),),
+    SHADOW: ((Controller, ("take_shadows",)),),
     "bookkeeping": (
-        (Pilot, ("before_step", "before_update", "after_step", "tell_phase", "_take")),
+        (Controller, ("before_step", "before_update", "after_step", "tell_phase")),
+        (Decisions, ("note_step",)),
         (Wires, ("after_step",)),
     ),
     "ending a step": ((LiveTuner, ("_end", "_watch_over")),),
     "device synchronisation": ((devices, ("synchronize",)),),
     # An unattached step has these parts as well.
-    "cutting the batch": ((tuner, ("cut",)), (stepping, ("split",))),
+    "cutting the batch": ((tuner, ("cut",)), (cutting, ("split",))),
     BACKWARD: ((torch.Tensor, ("backward",)),),
     NORM: ((Update, ("unscale", "clip", "average")), (nn.utils, ("clip_grad_norm_",))),
     OPTIMIZER: ((Update, ("finish",)), (Arm, ("update",))),

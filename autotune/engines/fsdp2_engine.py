@@ -22,7 +22,7 @@ from autotune.engines.torch_engine import EngineOptions, Progress
 from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.measurement import Measurement
-from autotune.mechanics import stepping
+from autotune.mechanics import cutting, stepping
 from autotune.mechanics.agreed_use import contained_units, require_separate_samples
 from autotune.mechanics.fully_sharded import (
     FullyShardedProbe,
@@ -175,7 +175,7 @@ class Fsdp2Engine(RankEngine):
                     allowed="a loss that differentiates once, or --engine torch",
                 ) from error
 
-    def shares(self, pieces: Sequence[Any]) -> stepping.Shares:
+    def shares(self, pieces: Sequence[Any]) -> cutting.Shares:
         """Return this rank's micro-batches of a step; see :class:`RankEngine`.
 
         Raises:

@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.measurement import Failure
-from autotune.mechanics import controls, devices, stepping
+from autotune.mechanics import controls, devices
 from autotune.mechanics.activations import uncopyable_argument
 from autotune.mechanics.buffers import copy_buffers, undo_writes
-from autotune.mechanics.cutting import Cutting
+from autotune.mechanics.cutting import Cutting, count_items
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
 from autotune.mechanics.storages import excluded, offered
@@ -86,7 +86,7 @@ def inspect_job(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict
 
 def _inspected(job: Job, model: nn.Module, batch: Any) -> tuple[PlanSpace, dict[str, str]]:
     units = units_of(model, job.units)
-    ask(job, "count", lambda: stepping.count_items(batch, job.count))
+    ask(job, "count", lambda: count_items(batch, job.count))
     locks: dict[str, str] = {}
     choices = accumulation_choices(job, model, locks)
     piece, (calls, foreign) = _largest_with_room(
@@ -262,7 +262,7 @@ def _check_trim(job: Job, model: nn.Module, batch: Any, k: int) -> None:
     """Refuse a trim that changes the loss of the shortest samples: then the model looks at padding."""
     cutting = Cutting.of(job)
     piece = cutting.padded(batch, k)[-1]
-    if job.trim is None or not cutting.by_cost or k == 1 or not stepping.count_items(piece, job.count):
+    if job.trim is None or not cutting.by_cost or k == 1 or not count_items(piece, job.count):
         return
     with evaluating(model), torch.enable_grad():
         before, after = (

@@ -22,7 +22,7 @@ from autotune import knobs
 from autotune.engines.torch_engine import EngineOptions, Snapshot, TorchEngine
 from autotune.errors import EngineError, InputError, JobError
 from autotune.job import Job
-from autotune.mechanics import devices, randomness, stepping
+from autotune.mechanics import cutting, devices, randomness
 from autotune.mechanics.collectives import of_all_ranks, of_first_rank
 from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.energy_meter import EnergyMeter, estimate
@@ -187,7 +187,7 @@ class RankEngine(TorchEngine, ABC):
         """Return whether a step may be split in two to measure the noise scale; several ranks need no split."""
         return self.world == 1 and super().may_split()
 
-    def shares(self, pieces: Sequence[Any]) -> stepping.Shares:
+    def shares(self, pieces: Sequence[Any]) -> cutting.Shares:
         """Return this rank's micro-batches of a step.
 
         Under fixed batching, consecutive pieces of a batch go to one rank; under adaptive batching, each batch is split

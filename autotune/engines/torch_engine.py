@@ -26,7 +26,7 @@ from autotune.engines.measured_window import StepReport, Window, spent
 from autotune.errors import AutotuneError, JobError
 from autotune.job import Job
 from autotune.measurement import Failure, Measurement
-from autotune.mechanics import controls, devices, randomness, stepping
+from autotune.mechanics import controls, cutting, devices, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, drop_constants, write_buffers
 from autotune.mechanics.compiled_units import compilations
 from autotune.mechanics.cutting import Cutting
@@ -538,13 +538,13 @@ class TorchEngine(EngineBase):
         """Return the sum of a step's weighted losses over all ranks."""
         return float(torch.stack(list(losses)).sum()) if losses else math.nan
 
-    def shares(self, pieces: Sequence[Any]) -> stepping.Shares:
+    def shares(self, pieces: Sequence[Any]) -> cutting.Shares:
         """Return the micro-batches of a step that run in this process, with their weights.
 
         Args:
             pieces: the step's micro-batches.
         """
-        return stepping.shares(pieces, self.job.count)
+        return cutting.shares(pieces, self.job.count)
 
     def probe(self) -> GradientProbe:
         """Return the probe that observes a sampled step's gradients."""
@@ -611,7 +611,7 @@ class _Attempt:
         self._engine = engine
         self._sample = sample
         self.batches = batches
-        self.samples = sum(stepping.num_samples(batch) for batch in batches)
+        self.samples = sum(cutting.num_samples(batch) for batch in batches)
         self.items = 0
         self.loss = math.nan
         self.norm = math.nan
@@ -657,10 +657,10 @@ class _Attempt:
         if self._sample and may_split and engine.may_split():
             # The noise scale needs micro-batches of samples at random.
             self.representative = False
-            return stepping.split(self.batches[0], 2)
+            return cutting.split(self.batches[0], 2)
         return engine.cut(self.batches[0], engine.plan.accumulation_steps)
 
-    def _run(self, shares: stepping.Shares, probe: GradientProbe | None = None) -> None:
+    def _run(self, shares: cutting.Shares, probe: GradientProbe | None = None) -> None:
         engine = self._engine
         engine.update.begin(len(shares.here))
         engine.clock.enter("compute")
@@ -679,7 +679,7 @@ class _Attempt:
         self.loss = engine.total(losses)
         engine.clock.enter("control")
 
-    def _run_sampled(self, shares: stepping.Shares) -> None:
+    def _run_sampled(self, shares: cutting.Shares) -> None:
         engine = self._engine
         scale = engine.update.loss_scale
         with engine.probe() as probe:

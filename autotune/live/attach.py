@@ -36,7 +36,7 @@ from autotune.live.argument_checks import (
 )
 from autotune.live.asked_budget import Size
 from autotune.live.attached import Attached, Budget
-from autotune.live.controller import Pilot
+from autotune.live.controller import Controller
 from autotune.live.deciding import find_policy
 from autotune.live.decision_log import LOG_NAME, LOG_VERSION, DecisionLog, make_run_folder
 from autotune.live.deepspeed_engines import held_bytes, is_engine
@@ -184,16 +184,16 @@ def attach(
     folder, log = _log_of(facts, found, None if runs_dir is None or ranks.rank else Path(runs_dir))
     if settings.report_to != "none" and folder is not None:
         follow(folder, settings.report_to)
-    pilot = Pilot(facts, found, log, ranks)
+    controller = Controller(facts, found, log, ranks)
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        pilot.times.watch_reducer(model)
+        controller.run.times.watch_reducer(model)
     leaving = contextlib.ExitStack()
-    leaving.callback(pilot.close)
+    leaving.callback(controller.close)
     tuner = LiveTuner(
         facts,
         model,
         sharded or _update(facts.device, inner, optimizer, clip_norm),
-        pilot,
+        controller,
         stop_file=stop_file_in(folder),
         folder=folder,
         on_detach=functools.partial(_forget, weakref.ref(inner), leaving),

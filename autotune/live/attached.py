@@ -11,7 +11,7 @@ from torch import nn
 from autotune.job import LearningRateRule
 from autotune.live.asked_budget import BudgetFunction, Size
 from autotune.live.limits import Limits, Mode, Stage
-from autotune.mechanics.stepping import unevenness
+from autotune.mechanics.cutting import unevenness
 from autotune.plan import PlanSpace
 from autotune.profiling.step_signature import Signature
 

@@ -10,10 +10,8 @@ from typing import Any, cast
 
 from autotune.errors import AttachError, JobError
 from autotune.job import Split
-from autotune.mechanics import stepping
-from autotune.mechanics.cutting import Cutting, SampleCost, Trim
+from autotune.mechanics.cutting import Count, Cutting, SampleCost, Trim, WholeTensors, count_items, num_samples, weights
 from autotune.mechanics.loop_signals import any_error
-from autotune.mechanics.stepping import Count, WholeTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,8 @@ def cut(batch: Any, k: int, cutting: Cutting, whole: WholeTensors) -> Pieces:
     counts = [counted(piece, cutting.count) for piece in pieces]
     if not sum(counts):
         raise nothing_to_learn()
-    weights = [1.0] if len(pieces) == 1 else stepping.weights(counts)
-    weighed = [(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight > 0]
+    factors = [1.0] if len(pieces) == 1 else weights(counts)
+    weighed = [(piece, factor) for piece, factor in zip(pieces, factors, strict=True) if factor > 0]
     return Pieces(weighed, None if cutting.count is None else sum(counts))
 
 
@@ -84,10 +82,10 @@ def _pieces(batch: Any, k: int, cutting: Cutting, whole: WholeTensors) -> list[A
         return [batch]
 
 
-def num_samples(batch: Any) -> int:
+def samples_or_one(batch: Any) -> int:
     """Return the number of samples in a batch; 1 if it cannot be read."""
     try:
-        return stepping.num_samples(batch)
+        return num_samples(batch)
     except any_error():  # see the module's docstring
         return 1
 
@@ -99,8 +97,8 @@ def counted(piece: Any, count: Count | None) -> int:
         AttachError: if the user's count is not a whole number.
     """
     if count is None:
-        return num_samples(piece)
+        return samples_or_one(piece)
     try:
-        return stepping.count_items(piece, count)
+        return count_items(piece, count)
     except JobError as error:
         raise AttachError(error.problem, where="micro_batches", allowed=error.allowed) from error

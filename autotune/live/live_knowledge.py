@@ -15,8 +15,8 @@ from autotune.live.handed_sizes import DENSER, HandedSizes, size_of
 from autotune.live.prediction_scores import Expected, Score
 from autotune.live.step_uses import Tracing
 from autotune.mechanics import devices
+from autotune.mechanics.cutting import unevenness
 from autotune.mechanics.step_trace import Phase, StepTrace
-from autotune.mechanics.stepping import unevenness
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.attribution import attribute
 from autotune.profiling.held_bytes import Held, HeldBytes

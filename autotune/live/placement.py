@@ -16,7 +16,7 @@ from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Goal, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, ProfileError
-from autotune.mechanics.stepping import unevenness
+from autotune.mechanics.cutting import unevenness
 from autotune.plan import Plan
 from autotune.profiling.memory_scaling import Scaling
 

@@ -22,18 +22,18 @@ from torch.utils._pytree import tree_leaves
 from autotune.cost_model.learning_rate import batch_factor
 from autotune.errors import AttachError
 from autotune.live.attached import Attached, Step, StepAhead
-from autotune.live.batch_pieces import Pieces, counted, cut, cutting_of, nothing_to_learn, num_samples
-from autotune.live.controller import Pilot
+from autotune.live.batch_pieces import Pieces, counted, cut, cutting_of, nothing_to_learn, samples_or_one
+from autotune.live.controller import Controller
 from autotune.live.kill_switches import reason_to_stop
 from autotune.live.limits import Mode, Stage
 from autotune.live.run_figures import RunFigures
 from autotune.live.running_step import RunningStep
 from autotune.live.step_times import StepTimes
 from autotune.mechanics import controls, devices
-from autotune.mechanics.cutting import Cutting, SampleCost, Trim
+from autotune.mechanics.cutting import Count, Cutting, SampleCost, Trim, WholeTensors
 from autotune.mechanics.loop_signals import any_error, errors_ignored
 from autotune.mechanics.step_trace import Phase
-from autotune.mechanics.stepping import Count, Update, WholeTensors
+from autotune.mechanics.stepping import Update
 from autotune.plan import Plan
 from autotune.profiling.step_signature import Trained, contents_of, signature_of
 from autotune.profiling.trial_passes import Attempt, Outcome
@@ -67,7 +67,7 @@ class LiveTuner:
         facts: the run, and how the tuner was attached to it.
         model: the model as the user calls it.
         update: makes the optimizer's updates.
-        pilot: the controller; ``None`` if a kill switch was set from the beginning.
+        controller: the controller; ``None`` if a kill switch was set from the beginning.
         stop_file: a file whose appearance detaches the tuner; ``None`` for none.
         folder: the run directory; ``None`` for none.
         on_detach: called once the tuner has detached.
@@ -78,7 +78,7 @@ class LiveTuner:
         facts: Attached,
         model: nn.Module,
         update: Update,
-        pilot: Pilot | None,
+        controller: Controller | None,
         *,
         stop_file: str | None,
         folder: Path | None,
@@ -87,18 +87,18 @@ class LiveTuner:
         self._facts = facts
         self._model = model
         self._update = update
-        self._pilot = pilot
-        # Once the pilot is closed, these are no longer taken.
-        self._times = StepTimes.none() if pilot is None else pilot.times
+        self._controller = controller
+        # Once the controller is closed, these are no longer taken.
+        self._times = StepTimes.none() if controller is None else controller.run.times
         self._stop_file = stop_file
         self._on_detach = on_detach
         self.folder = folder
-        self.attached = pilot is not None
-        self.detached_because: str | None = None if pilot is not None else "a kill switch was set"
+        self.attached = controller is not None
+        self.detached_because: str | None = None if controller is not None else "a kill switch was set"
         self._parallel = isinstance(model, nn.parallel.DistributedDataParallel)
         self._running: RunningStep | None = None
         self._found_locks: dict[str, str] = {}
-        self._last: dict[str, Any] = _idle_figures(facts) if pilot is None else pilot.summary()
+        self._last: dict[str, Any] = _idle_figures(facts) if controller is None else controller.summary()
         self._weight = 1.0
         self._largest_bytes = 0
         # The outcome of the current trial pass; ``None`` in the step itself.
@@ -165,13 +165,13 @@ class LiveTuner:
             for number, (piece, weight) in enumerate(pieces, 1):
                 self._weight = weight
                 running.weights.append(weight)
-                running.micro_samples.append(running.samples if piece is batch and alone else num_samples(piece))
+                running.micro_samples.append(running.samples if piece is batch and alone else samples_or_one(piece))
                 with self._synchronised(last=number == len(pieces) and self._is_full(running)):
                     self._tell_phase("forward")
                     yield piece
         except BaseException:
             # The caller's body raised or left early, or the batch is invalid: stop watching the step.
-            self._safely(lambda pilot: pilot.abandon_step())
+            self._safely(lambda controller: controller.abandon_step())
             if self._running is not None:
                 self._running.left_early = True
             raise
@@ -242,9 +242,9 @@ class LiveTuner:
         self._num_unstepped = 0
         if norm == 0.0:
             self._look_at_gradients()
-        if self._pilot is not None and self._pilot.sampling:
+        if self._controller is not None and self._controller.sampling:
             scales = [weight * self._update.loss_scale for weight in running.weights]
-            self._safely(lambda pilot: pilot.before_update(norm, running.micro_samples, scales))
+            self._safely(lambda controller: controller.before_update(norm, running.micro_samples, scales))
         self._update.clip(norm)
         with self._update.learning_rate_times(self._rate_factor(running)):
             stepped = self._update.finish(norm)
@@ -259,30 +259,30 @@ class LiveTuner:
     @property
     def learning(self) -> bool:
         """Return whether the running step, or the last one, is used to profile the run."""
-        return self._pilot is not None and self._pilot.time.learns
+        return self._controller is not None and self._controller.run.time.learns
 
     def detach(self, reason: str = "detach() was called") -> None:
         """Leave the run as it was found: effective at once, or at the end of the step that is running."""
-        if self._pilot is None:
+        if self._controller is None:
             self._on_detach()
             return
-        pilot, self._pilot = self._pilot, None
+        controller, self._controller = self._controller, None
         self.attached, self.detached_because = False, reason
         figures: dict[str, Any] = {}
         with contextlib.ExitStack() as left:
             # All of these are done even if a signal arrives meanwhile, from the last to the first.
             left.callback(self._on_detach)
-            left.callback(pilot.ranks.close)
-            left.callback(pilot.log.close)
+            left.callback(controller.run.ranks.close)
+            left.callback(controller.run.log.close)
             left.callback(controls.remove, self._facts.model)
             with errors_ignored():
                 # These may fail if the controller is broken.
-                self._found_locks, figures = pilot.locks, pilot.summary()
+                self._found_locks, figures = controller.run.locks, controller.summary()
                 self._last = figures
             with errors_ignored():
-                pilot.close()
+                controller.close()
             controls.remove(self._facts.model)
-            pilot.log.write("detached", pilot.step, reason=reason, locks=self._found_locks, **figures)
+            controller.run.log.write("detached", controller.run.step, reason=reason, locks=self._found_locks, **figures)
 
     def when_detached(self, call: Callable[[], None]) -> None:
         """Call a function when this tuner is detached, besides what happens then anyway."""
@@ -307,7 +307,7 @@ class LiveTuner:
     @property
     def plan(self) -> Plan:
         """Return the plan that is applied; the baseline once detached."""
-        return self._facts.space.baseline() if self._pilot is None else self._pilot.plan
+        return self._facts.space.baseline() if self._controller is None else self._controller.run.plan
 
     @property
     def recomputable(self) -> tuple[str, ...]:
@@ -320,19 +320,19 @@ class LiveTuner:
 
         After memory ran out, the name is ``accumulation_steps < 2`` (or a larger number).
         """
-        return {**self._facts.locks, **(self._found_locks if self._pilot is None else self._pilot.locks)}
+        return {**self._facts.locks, **(self._found_locks if self._controller is None else self._controller.run.locks)}
 
     @property
     def status(self) -> dict[str, Any]:
         """Return figures of the run until now, or until the tuner detached: steps, plan, switches, trips, ..."""
-        if self._pilot is None:
+        if self._controller is None:
             return {**self._last, "attached": False, "detached_because": self.detached_because}
-        return {**self._pilot.summary(), "attached": True, "detached_because": None}
+        return {**self._controller.summary(), "attached": True, "detached_because": None}
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """Return the events of the decision log so far; none once detached."""
-        return [] if self._pilot is None else list(self._pilot.log.events)
+        return [] if self._controller is None else list(self._controller.run.log.events)
 
     # For frameworks that run forward, backward and update themselves.
 
@@ -368,16 +368,16 @@ class LiveTuner:
         yield from self._passes_beside(batch, Cutting(count=count))
 
     def _passes_beside(self, batch: Any, cutting: Cutting) -> Iterator[Any]:
-        pilot, running = self._pilot, self._running
-        if pilot is None or running is None:
+        controller, running = self._controller, self._running
+        if controller is None or running is None:
             return
         self._is_first = self._writes is None
         if self._writes is None and self._facts.mode is not Mode.EXACT:
             self._safely(lambda _: self._watch_writes())
-        if not pilot.shadows:
+        if not controller.shadows:
             return
         if any(isinstance(leaf, Iterator) for leaf in tree_leaves(batch)):
-            self._safely(lambda pilot: pilot.lock_shadows("a batch of the run can be read only once"))
+            self._safely(lambda controller: controller.lock_shadows("a batch of the run can be read only once"))
             return
         began = time.perf_counter()
         self._times.control()
@@ -390,7 +390,9 @@ class LiveTuner:
             for parameter, _ in gradients:
                 parameter.grad = None
             for training in (True, False) if self._tries_in_training else (False,):
-                outcomes, copied, drew, ran_out = yield from self._attempts(pilot, batch, cutting, training=training)
+                outcomes, copied, drew, ran_out = yield from self._attempts(
+                    controller, batch, cutting, training=training
+                )
                 if ran_out or not (training and drew):
                     break
                 self._tries_in_training = False
@@ -401,12 +403,12 @@ class LiveTuner:
                 parameter.grad = gradient
             spent = time.perf_counter() - began
             running.own_s += spent
-            pilot.spend(spent)
+            controller.run.time.spend(spent)
             self._times.begun()
-        self._safely(lambda pilot: pilot.take_shadows(outcomes, copied_bytes=copied, ran_out=ran_out))
+        self._safely(lambda controller: controller.take_shadows(outcomes, copied_bytes=copied, ran_out=ran_out))
 
     def _attempts(
-        self, pilot: Pilot, batch: Any, cutting: Cutting, *, training: bool
+        self, controller: Controller, batch: Any, cutting: Cutting, *, training: bool
     ) -> Generator[Any, None, tuple[list[Outcome], int, bool, bool]]:
         """Yield the pieces of a batch under each plan to try.
 
@@ -417,10 +419,10 @@ class LiveTuner:
         outcomes, copied, drew, ran_out = [], 0, False, False
         self._look_at_writes(updated=True)
         written = frozenset[str]() if self._writes is None else self._writes.names
-        for plan in pilot.shadows:
+        for plan in controller.shadows:
             self._beside = attempt = Attempt(training)
             undone = attempt.undone(self._facts.model, written)
-            with pilot.trying(plan) as attempt.failures, undone, self._keeping_buffers():
+            with controller.trying(plan) as attempt.failures, undone, self._keeping_buffers():
                 for piece, weight in cut(batch, plan.accumulation_steps, cutting, self._whole_tensors).weighed:
                     self._weight = weight
                     with self._synchronised(last=False):
@@ -451,11 +453,11 @@ class LiveTuner:
     @property
     def larger_k(self) -> int | None:
         """Return the next larger k into which the running step's batch may be cut; ``None`` if there is none."""
-        pilot, running = self._pilot, self._running
-        if pilot is None or running is None:
+        controller, running = self._controller, self._running
+        if controller is None or running is None:
             return None
-        k = pilot.plan.accumulation_steps
-        return next((one for one in pilot.ks if one > k), None) if running.samples > k else None
+        k = controller.run.plan.accumulation_steps
+        return next((one for one in controller.run.ks if one > k), None) if running.samples > k else None
 
     def raise_k(self, k: int, reason: str) -> None:
         """Discard the running step, in which memory ran out, and cut batches into ``k`` or more pieces from now on.
@@ -471,12 +473,12 @@ class LiveTuner:
         space = self._facts.space
         kept = tuple(one for one in space.accumulation_choices if one >= k) or space.accumulation_choices
         self._facts = replace(self._facts, space=replace(space, accumulation_choices=kept))
-        self._safely(lambda pilot: pilot.raise_k(k, reason))
+        self._safely(lambda controller: controller.raise_k(k, reason))
 
     def largest(self, values: Sequence[float]) -> list[float] | None:
         """Return each value's maximum over the ranks; ``None`` if they cannot agree and the tuner has detached."""
         found: list[float] = []
-        self._safely(lambda pilot: found.extend(pilot.ranks.largest(values)))
+        self._safely(lambda controller: found.extend(controller.run.ranks.largest(values)))
         return found or None
 
     @property
@@ -506,8 +508,8 @@ class LiveTuner:
     def go_on(self) -> None:
         """Go on with a forward pass after ``tell_phase("backward")``: the loss calls the model once more."""
         self._tell_time("forward")
-        if self._pilot is not None:
-            self._safely(lambda pilot: pilot.go_on())
+        if self._controller is not None:
+            self._safely(lambda controller: controller.go_on())
 
     def end_step(
         self, *, losses: Sequence[torch.Tensor] | None = None, norm: float = float("nan"), stepped: bool = True
@@ -528,7 +530,7 @@ class LiveTuner:
 
     def _end(self, running: RunningStep, norm: float, stepped: bool) -> None:
         """Report the step to the controller, which decides about the next ones."""
-        if self._pilot is not None and self._pilot.wants_time:
+        if self._controller is not None and self._controller.wants_time:
             devices.synchronize(self._facts.device)
         self._largest_bytes = max(self._largest_bytes, running.size)
         average = running.average
@@ -546,11 +548,11 @@ class LiveTuner:
             items=running.num_items,
         )
         self._running = None
-        self._safely(lambda pilot: pilot.after_step(report), since=ended)
-        if self._pilot is not None:
-            self._watch_over(self._pilot)
-        if self._pilot is not None:
-            self._pilot.end_times(report)
+        self._safely(lambda controller: controller.after_step(report), since=ended)
+        if self._controller is not None:
+            self._watch_over(self._controller)
+        if self._controller is not None:
+            self._controller.end_times(report)
 
     def _begin(self, batch: Any, *, bounded: bool = False) -> int:
         """Begin a step, or continue one whose gradients are still being accumulated; return k.
@@ -569,28 +571,28 @@ class LiveTuner:
             return 1
         ended = self._running is None
         if not ended:
-            self._safely(lambda pilot: pilot.abandon_step())
+            self._safely(lambda controller: controller.abandon_step())
         self._times.begin()
         running = self._running = RunningStep(time.perf_counter())
         running.add(batch)
-        stopped = None if self._pilot is None else reason_to_stop(self._stop_file)
+        stopped = None if self._controller is None else reason_to_stop(self._stop_file)
         if stopped is not None:
             self.detach(stopped)
-        if self._pilot is not None and self._parallel and _joins(self._model):
+        if self._controller is not None and self._parallel and _joins(self._model):
             self._leave_join()
         self._look_at_modules()
         if not bounded and self._must_wait(ended=ended):
-            self._safely(lambda pilot: pilot.wait(running.size))
+            self._safely(lambda controller: controller.wait(running.size))
             return 1
         own = self._facts.accumulation_steps
         # The sizes of later micro-batches are not known: the largest so far is assumed.
         several = own > 1 or self._facts.adaptive
         largest = max(running.size, self._largest_bytes) if several else running.size
 
-        def prepare(pilot: Pilot) -> None:
+        def prepare(controller: Controller) -> None:
             contents = running.first or contents_of(batch)
-            signature = signature_of(contents.shapes, self._trained, self._facts.optimizer, pilot.calls)
-            cuts = own == 1 and not self._facts.adaptive and not pilot.ranks.many
+            signature = signature_of(contents.shapes, self._trained, self._facts.optimizer, controller.run.calls.usual)
+            cuts = own == 1 and not self._facts.adaptive and not controller.run.ranks.many
             ahead = StepAhead(
                 batch_bytes=running.size,
                 largest_bytes=largest,
@@ -598,11 +600,11 @@ class LiveTuner:
                 cut_samples=running.samples if cuts else 0,
                 signature=signature,
             )
-            pilot.before_step(ahead)
+            controller.before_step(ahead)
 
         self._safely(prepare, since=running.began)
         running.own_s = time.perf_counter() - running.began
-        if self._pilot is not None and self._pilot.wants_time and devices.is_accelerator(self._facts.device):
+        if self._controller is not None and self._controller.wants_time and devices.is_accelerator(self._facts.device):
             # Work that is still queued on the device belongs to earlier steps.
             devices.synchronize(self._facts.device)
             running.began, running.own_s = time.perf_counter(), 0.0
@@ -627,17 +629,17 @@ class LiveTuner:
             if self._num_kept < _KEPT:
                 self._num_kept = 0
             return False
-        if not ended or self._facts.adaptive or self._pilot is None or self._pilot.ranks.many:
+        if not ended or self._facts.adaptive or self._controller is None or self._controller.run.ranks.many:
             return True
         self._num_kept += 1
         if self._num_kept == _KEPT:
             reason = "gradients of the loop's own are there when its steps begin"
-            self._safely(lambda pilot: pilot.lock_rounding(reason))
+            self._safely(lambda controller: controller.lock_rounding(reason))
         return self._num_kept < _KEPT
 
     def _look_at_modules(self) -> None:
         """Detach if modules of the model were replaced, removed or added."""
-        change = None if self._pilot is None else self._pilot.change()
+        change = None if self._controller is None else self._controller.run.switcher.change()
         if change is None:
             return
         reason = f"{change} during the run, which the plans do not cover"
@@ -692,7 +694,7 @@ class LiveTuner:
 
     def _is_full(self, running: RunningStep) -> bool:
         """Return whether a step has all batches that it consumes; once detached, any number is enough."""
-        return self._pilot is None or running.batches >= running.wanted
+        return self._controller is None or running.batches >= running.wanted
 
     def _rate_factor(self, running: RunningStep) -> float:
         """Return the factor on the learning rate for a step of several batches; 1 without adaptive batching."""
@@ -700,8 +702,8 @@ class LiveTuner:
 
     def _tell_phase(self, name: Any) -> None:
         self._tell_time(name)
-        if self._pilot is not None and name in self._pilot.heard:
-            self._safely(lambda pilot: pilot.tell_phase(name))
+        if self._controller is not None and name in self._controller.heard:
+            self._safely(lambda controller: controller.tell_phase(name))
 
     def _tell_time(self, name: Phase) -> None:
         """Note where the time of the step goes; trial passes are the tuner's own."""
@@ -728,23 +730,23 @@ class LiveTuner:
         finally:
             model.require_forward_param_sync = shares
 
-    def _safely(self, call: Callable[[Pilot], object], *, since: float | None = None) -> None:
+    def _safely(self, call: Callable[[Controller], object], *, since: float | None = None) -> None:
         """Call the controller; if it fails, detach and go on with the user's baseline.
 
         Args:
             call: called with the controller.
             since: clock reading from which the time counts as the tuner's own; ``None`` for now.
         """
-        pilot = self._pilot
-        if pilot is None:
+        controller = self._controller
+        if controller is None:
             return
         began = time.perf_counter() if since is None else since
         try:
-            call(pilot)
+            call(controller)
         except any_error() as error:  # whatever goes wrong in the tuner, the run goes on
             logger.warning("autotune detached itself: %s: %s", type(error).__name__, str(error))
             self.detach(f"{type(error).__name__}: {error}")
-        pilot.spend(time.perf_counter() - began)
+        controller.run.time.spend(time.perf_counter() - began)
 
     def _leave_join(self) -> None:
         """Detach without waiting for the other ranks, which detach themselves."""
@@ -752,13 +754,13 @@ class LiveTuner:
         logger.warning("autotune detached itself: %s", reason)
         self.detach(reason)
 
-    def _watch_over(self, pilot: Pilot) -> None:
-        if pilot.breaker.open:
-            trips = pilot.breaker.trips
+    def _watch_over(self, controller: Controller) -> None:
+        if controller.run.breaker.open:
+            trips = controller.run.breaker.trips
             last = trips[-1][1] if trips else "the first rank's, or its overhead"
             self.detach(f"{len(trips)} trips, the last: {last}")
-        elif not pilot.ranks.many and pilot.too_expensive():
-            self.detach(f"its own share of the run's time is {pilot.overhead_frac():.1%}")
+        elif not controller.run.ranks.many and controller.run.too_expensive():
+            self.detach(f"its own share of the run's time is {controller.run.overhead_frac():.1%}")
 
 
 def _idle_figures(facts: Attached) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.errors import JobError
-from autotune.mechanics import controls, devices, randomness, stepping
+from autotune.mechanics import controls, cutting, devices, randomness
 from autotune.mechanics.buffers import copy_buffers, undo_writes
 from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.rank_calls import different_calls
@@ -73,7 +73,7 @@ def _lean(compute: Callable[[], _Value]) -> _Value:
 
 
 def require_separate_samples(
-    model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor], count: stepping.Count | None
+    model: nn.Module, batch: Any, loss: Callable[[Any], torch.Tensor], count: cutting.Count | None
 ) -> None:
     """Refuse a loss that is not the mean over a batch's items, each of which depends on its own sample alone.
 
@@ -88,11 +88,11 @@ def require_separate_samples(
     Raises:
         JobError: if the weighted losses of the parts sum to another value, on any rank.
     """
-    whole = stepping.WholeTensors()
+    whole = cutting.WholeTensors()
     whole.note(batch)
-    few = whole.split(batch, max(stepping.num_samples(batch) // _TRIED, 1))[0]
+    few = whole.split(batch, max(cutting.num_samples(batch) // _TRIED, 1))[0]
     parts = whole.split(few, 2)
-    counts = [stepping.count_items(part, count) for part in parts]
+    counts = [cutting.count_items(part, count) for part in parts]
     pair = (0.0, 0.0)
 
     def value_of(samples: Any, seed: int = 1) -> float:
@@ -103,7 +103,7 @@ def require_separate_samples(
         model.eval()
         expected, again = (_lean(functools.partial(value_of, few, seed)) for seed in (1, 2))
         if len(parts) == 2 and min(counts) > 0 and expected == again:
-            weighted = zip(parts, stepping.weights(counts), strict=True)
+            weighted = zip(parts, cutting.weights(counts), strict=True)
             pair = (expected, sum(_lean(functools.partial(value_of, part)) * weight for part, weight in weighted))
     first = next(model.parameters())
     coarse = devices.is_accelerator(first.device) or controls.has_16_bit_parameters(model)

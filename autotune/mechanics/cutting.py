@@ -1,4 +1,4 @@
-"""Cutting of batches into micro-batches: by samples in their order, or into micro-batches of about equal cost.
+"""Cutting of batches into micro-batches, and their weights: by samples in their order, or to about equal cost.
 
 The update is the same either way, up to rounding: micro-batches are weighed by their loss-bearing items. Cutting by
 cost changes the order of samples, so that random operations such as dropout draw other numbers for each of them, and
@@ -13,14 +13,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from autotune.errors import JobError
 from autotune.job import Job, Split
-from autotune.mechanics import stepping
-from autotune.mechanics.stepping import Count
-from autotune.mechanics.trees import map_tensors
+from autotune.mechanics.loop_signals import any_error
+from autotune.mechanics.trees import map_tensors, tensors
 
+Count = Callable[[Any], int]
 SampleCost = Callable[[Any], Any]
 Trim = Callable[[Any], Any]
 # Bisections of the largest cost of a micro-batch, which then is known to a millionth.
@@ -74,17 +75,17 @@ class Cutting:
 
     def padded(self, batch: Any, pieces: int, whole: Collection[int] = ()) -> list[Any]:
         """Cut a batch as :meth:`pieces` does, and leave all padding; by cost, the shortest samples come last."""
-        pieces = min(pieces, stepping.num_samples(batch))
+        pieces = min(pieces, num_samples(batch))
         if pieces == 1 or not self.by_cost:
-            return stepping.split(batch, pieces, whole)
+            return split(batch, pieces, whole)
         partition = even if self.trim is None else alike
         return [_taken(batch, rows, whole) for rows in partition(self.costs(batch, whole), pieces)]
 
     def dealt(self, batch: Any, ranks: int) -> list[Any]:
         """Cut a batch between ranks: by cost, each gets as many samples, to within one, and about the same cost."""
-        ranks = min(ranks, stepping.num_samples(batch))
+        ranks = min(ranks, num_samples(batch))
         if ranks == 1 or not self.by_cost:
-            return stepping.split(batch, ranks)
+            return split(batch, ranks)
         return [_taken(batch, rows, ()) for rows in even(self.costs(batch), ranks)]
 
     def costs(self, batch: Any, whole: Collection[int] = ()) -> list[float]:
@@ -93,10 +94,10 @@ class Cutting:
         Raises:
             JobError: if there is not one number >= 0 per sample.
         """
-        samples = stepping.num_samples(batch)
+        samples = num_samples(batch)
         if self.sample_cost is None:
             alone = (_taken(batch, slice(row, row + 1), whole) for row in range(samples))
-            return [float(stepping.count_items(one, self.count)) for one in alone]
+            return [float(count_items(one, self.count)) for one in alone]
         found = self.sample_cost(batch)
         values = found.tolist() if hasattr(found, "tolist") else found
         good = isinstance(values, Sequence) and len(values) == samples
@@ -115,13 +116,13 @@ class Cutting:
         if self.trim is None:
             return piece
         trimmed = self.trim(piece)
-        for what, count in (("samples", stepping.num_samples), ("items", self._items)):
+        for what, count in (("samples", num_samples), ("items", self._items)):
             if (left := count(trimmed)) != (had := count(piece)):
                 raise JobError(f"trim left {left} of {had} {what}", where="trim", allowed="all of them")
         return trimmed
 
     def _items(self, piece: Any) -> int:
-        return stepping.count_items(piece, self.count)
+        return count_items(piece, self.count)
 
 
 def even(costs: Sequence[float], pieces: int) -> list[list[int]]:
@@ -194,7 +195,7 @@ def _halved(ordered: Sequence[float], starts: list[int]) -> list[int]:
 
 def _taken(batch: Any, rows: Sequence[int] | slice, whole: Collection[int]) -> Any:
     """Return some samples of a batch, copies unless they are a slice; others' tensors, and those named, stay whole."""
-    samples, numbers = stepping.num_samples(batch), itertools.count()
+    samples, numbers = num_samples(batch), itertools.count()
 
     def take(leaf: torch.Tensor) -> torch.Tensor:
         has_samples = next(numbers) not in whole and leaf.dim() > 0 and leaf.shape[0] == samples
@@ -203,3 +204,157 @@ def _taken(batch: Any, rows: Sequence[int] | slice, whole: Collection[int]) -> A
         return leaf[rows if isinstance(rows, slice) else torch.tensor(rows, device=leaf.device)]
 
     return map_tensors(take, batch)
+
+
+def num_samples(batch: Any) -> int:
+    """Return a batch's sample count: the first dimension of its first tensor that has one.
+
+    Raises:
+        JobError: if the batch holds no such tensor, or no sample.
+    """
+    samples = next((leaf.shape[0] for leaf in tensors(batch) if leaf.dim() > 0), 0)
+    if samples == 0:
+        raise JobError("a batch has no samples", where="batches", allowed="tensors with samples in dimension 0")
+    return int(samples)
+
+
+def split(batch: Any, pieces: int, whole: Collection[int] = ()) -> list[Any]:
+    """Cut a batch into micro-batches whose sizes differ by at most one sample.
+
+    Tensors whose first dimension is the batch's sample count are cut; everything else is passed whole to each piece. A
+    batch of fewer samples than ``pieces`` gives as many pieces as it has samples.
+
+    Args:
+        batch: any tree of tensors with samples in dimension 0.
+        pieces: how many micro-batches, at least 1.
+        whole: indices, among the batch's tensors, of those that are never cut.
+
+    Returns:
+        The micro-batches, in order; views, not copies.
+
+    Raises:
+        JobError: if the batch has no samples.
+    """
+    samples = num_samples(batch)
+    pieces = min(pieces, samples)
+    if pieces == 1:
+        return [batch]
+
+    def piece(index: int) -> Any:
+        numbers = itertools.count()
+
+        def cut(leaf: torch.Tensor) -> torch.Tensor:
+            has_samples = next(numbers) not in whole and leaf.dim() > 0 and leaf.shape[0] == samples
+            return leaf.tensor_split(pieces)[index] if has_samples else leaf
+
+        return map_tensors(cut, batch)
+
+    return [piece(index) for index in range(pieces)]
+
+
+def unevenness(samples: int, pieces: int, *, later: bool = False) -> float:
+    """Return the size of the largest piece of a batch over that of an equal share: 16/9 for 9 samples in 8 pieces.
+
+    Args:
+        samples: samples in the batch; 0 for equal pieces.
+        pieces: how many pieces :func:`split` is asked for, at least 1.
+        later: whether the largest is wanted of all pieces but the first; 8/9 in the example.
+    """
+    if not samples:
+        return 1.0
+    cut = min(pieces, samples)
+    largest = samples // cut + (samples % cut > (later and cut > 1))
+    return largest * pieces / samples
+
+
+class WholeTensors:
+    """Record of a run's tensors whose first dimension is not their batch's number of samples.
+
+    Such a tensor, for example class weights, is never cut, even if the two numbers are equal by chance.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], set[int]] = {}
+
+    def note(self, batch: Any) -> None:
+        """Add a batch; one without samples is ignored."""
+        try:
+            samples = num_samples(batch)
+        except any_error():  # the loop may know what to do with a batch that nothing here can walk over
+            return
+        leaves = enumerate(tensors(batch))
+        self.of(batch).update(n for n, leaf in leaves if leaf.dim() == 0 or leaf.shape[0] != samples)
+
+    def split(self, batch: Any, pieces: int) -> list[Any]:
+        """Cut a batch as :func:`split` does, except for recorded tensors."""
+        return split(batch, pieces, self.of(batch))
+
+    def of(self, batch: Any) -> set[int]:
+        """Return the recorded indices, which batches share whose tensors have the same dtypes and dimensions."""
+        return self._found.setdefault(tuple((leaf.dtype, leaf.dim()) for leaf in tensors(batch)), set())
+
+
+def count_items(batch: Any, count: Count | None) -> int:
+    """Return the number of a batch's loss-bearing items by the job's own count, or of its samples.
+
+    Raises:
+        JobError: if the count is not a whole number >= 0.
+    """
+    if count is None:
+        return num_samples(batch)
+    items: Any = count(batch)
+    if isinstance(items, torch.Tensor) and items.numel() == 1:
+        items = items.item()
+    whole = isinstance(items, int | float | np.integer) and not isinstance(items, bool) and float(items).is_integer()
+    if not whole or items < 0:
+        raise JobError(f"count returned {items!r}", where="count", allowed="a whole number >= 0")
+    return int(items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """The micro-batches of a step that run in this process.
+
+    Attributes:
+        here: micro-batches that run in this process, each with the factor on its mean loss.
+        items: loss-bearing items of the whole step.
+        samples: samples of each loss-bearing micro-batch of the step, in any process.
+        weights: the factor on the mean loss of each of these micro-batches.
+    """
+
+    here: tuple[tuple[Any, float], ...]
+    items: int
+    samples: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+def shares(pieces: Sequence[Any], count: Count | None) -> Shares:
+    """Return the shares of a step whose micro-batches all run in this process.
+
+    A micro-batch without loss-bearing items has weight 0 and no mean loss; it is left out.
+
+    Args:
+        pieces: the step's micro-batches.
+        count: the job's own count of loss-bearing items; ``None`` counts samples.
+
+    Raises:
+        JobError: if the count is not a whole number >= 0.
+    """
+    counts = [count_items(piece, count) for piece in pieces]
+    here = [(piece, weight) for piece, weight in zip(pieces, weights(counts), strict=True) if weight > 0]
+    return Shares(
+        here=tuple(here),
+        items=sum(counts),
+        samples=tuple(num_samples(piece) for piece, _ in here),
+        weights=tuple(weight for _, weight in here),
+    )
+
+
+def weights(counts: Sequence[int]) -> list[float]:
+    """Return each micro-batch's share of the loss-bearing items; zeros if there are none.
+
+    Source: eq. 4 of the paper for equal counts; weighting by items keeps it exact for unequal ones
+    (transformers#34191).
+    """
+    total = sum(counts)
+    return [count / total if total else 0.0 for count in counts]

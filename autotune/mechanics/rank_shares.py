@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autotune.errors import JobError
-from autotune.mechanics.cutting import Cutting
-from autotune.mechanics.stepping import Count, Shares, count_items, num_samples, weights
+from autotune.mechanics.cutting import Count, Cutting, Shares, count_items, num_samples, weights
 
 # The micro-batches of each rank, the same number for all.
 Grid = list[list[Any]]

@@ -1,4 +1,4 @@
-"""Optimizer updates: batches are split and weighted, losses scaled and accumulated, gradients clipped and applied.
+"""Optimizer updates: losses are scaled and accumulated, gradients clipped and applied.
 
 The gradient of an update is (1/N) times the sum over the step's loss-bearing items, however the step was cut into
 micro-batches, and an update that is not finite never reaches a weight. This file knows nothing of plans, windows or
@@ -8,168 +8,15 @@ measurements.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
-from autotune.errors import JobError
-from autotune.mechanics.loop_signals import any_error
-from autotune.mechanics.trees import map_tensors, tensors
-
-Count = Callable[[Any], int]
-
 _T = TypeVar("_T")
-
-
-def num_samples(batch: Any) -> int:
-    """Return a batch's sample count: the first dimension of its first tensor that has one.
-
-    Raises:
-        JobError: if the batch holds no such tensor, or no sample.
-    """
-    samples = next((leaf.shape[0] for leaf in tensors(batch) if leaf.dim() > 0), 0)
-    if samples == 0:
-        raise JobError("a batch has no samples", where="batches", allowed="tensors with samples in dimension 0")
-    return int(samples)
-
-
-def split(batch: Any, pieces: int, whole: Collection[int] = ()) -> list[Any]:
-    """Cut a batch into micro-batches whose sizes differ by at most one sample.
-
-    Tensors whose first dimension is the batch's sample count are cut; everything else is passed whole to each piece. A
-    batch of fewer samples than ``pieces`` gives as many pieces as it has samples.
-
-    Args:
-        batch: any tree of tensors with samples in dimension 0.
-        pieces: how many micro-batches, at least 1.
-        whole: indices, among the batch's tensors, of those that are never cut.
-
-    Returns:
-        The micro-batches, in order; views, not copies.
-
-    Raises:
-        JobError: if the batch has no samples.
-    """
-    samples = num_samples(batch)
-    pieces = min(pieces, samples)
-    if pieces == 1:
-        return [batch]
-
-    def piece(index: int) -> Any:
-        numbers = itertools.count()
-
-        def cut(leaf: torch.Tensor) -> torch.Tensor:
-            has_samples = next(numbers) not in whole and leaf.dim() > 0 and leaf.shape[0] == samples
-            return leaf.tensor_split(pieces)[index] if has_samples else leaf
-
-        return map_tensors(cut, batch)
-
-    return [piece(index) for index in range(pieces)]
-
-
-def unevenness(samples: int, pieces: int, *, later: bool = False) -> float:
-    """Return the size of the largest piece of a batch over that of an equal share: 16/9 for 9 samples in 8 pieces.
-
-    Args:
-        samples: samples in the batch; 0 for equal pieces.
-        pieces: how many pieces :func:`split` is asked for, at least 1.
-        later: whether the largest is wanted of all pieces but the first; 8/9 in the example.
-    """
-    if not samples:
-        return 1.0
-    cut = min(pieces, samples)
-    largest = samples // cut + (samples % cut > (later and cut > 1))
-    return largest * pieces / samples
-
-
-class WholeTensors:
-    """Record of a run's tensors whose first dimension is not their batch's number of samples.
-
-    Such a tensor, for example class weights, is never cut, even if the two numbers are equal by chance.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], set[int]] = {}
-
-    def note(self, batch: Any) -> None:
-        """Add a batch; one without samples is ignored."""
-        try:
-            samples = num_samples(batch)
-        except any_error():  # the loop may know what to do with a batch that nothing here can walk over
-            return
-        leaves = enumerate(tensors(batch))
-        self.of(batch).update(n for n, leaf in leaves if leaf.dim() == 0 or leaf.shape[0] != samples)
-
-    def split(self, batch: Any, pieces: int) -> list[Any]:
-        """Cut a batch as :func:`split` does, except for recorded tensors."""
-        return split(batch, pieces, self.of(batch))
-
-    def of(self, batch: Any) -> set[int]:
-        """Return the recorded indices, which batches share whose tensors have the same dtypes and dimensions."""
-        return self._found.setdefault(tuple((leaf.dtype, leaf.dim()) for leaf in tensors(batch)), set())
-
-
-def count_items(batch: Any, count: Count | None) -> int:
-    """Return the number of a batch's loss-bearing items by the job's own count, or of its samples.
-
-    Raises:
-        JobError: if the count is not a whole number >= 0.
-    """
-    if count is None:
-        return num_samples(batch)
-    items: Any = count(batch)
-    if isinstance(items, torch.Tensor) and items.numel() == 1:
-        items = items.item()
-    whole = isinstance(items, int | float | np.integer) and not isinstance(items, bool) and float(items).is_integer()
-    if not whole or items < 0:
-        raise JobError(f"count returned {items!r}", where="count", allowed="a whole number >= 0")
-    return int(items)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """The micro-batches of a step that run in this process.
-
-    Attributes:
-        here: micro-batches that run in this process, each with the factor on its mean loss.
-        items: loss-bearing items of the whole step.
-        samples: samples of each loss-bearing micro-batch of the step, in any process.
-        weights: the factor on the mean loss of each of these micro-batches.
-    """
-
-    here: tuple[tuple[Any, float], ...]
-    items: int
-    samples: tuple[int, ...]
-    weights: tuple[float, ...]
-
-
-def shares(pieces: Sequence[Any], count: Count | None) -> Shares:
-    """Return the shares of a step whose micro-batches all run in this process.
-
-    A micro-batch without loss-bearing items has weight 0 and no mean loss; it is left out.
-
-    Args:
-        pieces: the step's micro-batches.
-        count: the job's own count of loss-bearing items; ``None`` counts samples.
-
-    Raises:
-        JobError: if the count is not a whole number >= 0.
-    """
-    counts = [count_items(piece, count) for piece in pieces]
-    here = [(piece, weight) for piece, weight in zip(pieces, weights(counts), strict=True) if weight > 0]
-    return Shares(
-        here=tuple(here),
-        items=sum(counts),
-        samples=tuple(num_samples(piece) for piece, _ in here),
-        weights=tuple(weight for _, weight in here),
-    )
 
 
 class Update:
@@ -369,13 +216,3 @@ def _norm(gradients: Sequence[torch.Tensor]) -> float:
     dense = [one if one.layout is torch.strided else one.coalesce().values() for one in gradients]
     norm: Any = nn.utils.get_total_norm(dense)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def weights(counts: Sequence[int]) -> list[float]:
-    """Return each micro-batch's share of the loss-bearing items; zeros if there are none.
-
-    Source: eq. 4 of the paper for equal counts; weighting by items keeps it exact for unequal ones
-    (transformers#34191).
-    """
-    total = sum(counts)
-    return [count / total if total else 0.0 for count in counts]

@@ -18,7 +18,6 @@ from autotune.mechanics.devices import device_kind
 from autotune.paper import paper_numbers as paper
 from autotune.paper.experiments import TRANSFORMER, Experiment
 from autotune.paper.rows import Table, TableRow, over
-from autotune.paper.speedup_equations import NOTES, outlook
 from autotune.paper.table_3_ablation import (
     ACCUMULATION,
     BASELINE,
@@ -30,6 +29,7 @@ from autotune.paper.table_3_ablation import (
 )
 from autotune.paper.table_4_ranks import measure
 from autotune.paper.table_comparisons import Campaign, summarised
+from autotune.paper.table_speedups import NOTES, outlook
 from autotune.profiling.job_shape import fixed_shape
 from autotune.profiling.operator_kinds import KINDS
 from autotune.profiling.operator_times import COMPUTE, MEMORY, Rates, operator_times

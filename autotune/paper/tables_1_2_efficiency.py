@@ -13,11 +13,11 @@ from autotune.campaign.arms import live_arm
 from autotune.cost_model.profile import Profile
 from autotune.engines.job_checks import ask, build_model
 from autotune.job import Job
+from autotune.mechanics.cutting import num_samples
 from autotune.mechanics.devices import device_kind
 from autotune.mechanics.flops import matmul_peak, step_flops
 from autotune.mechanics.precision import DTYPES
 from autotune.mechanics.randomness import isolated, seed_all
-from autotune.mechanics.stepping import num_samples
 from autotune.mechanics.trees import map_tensors
 from autotune.paper.experiments import Experiment
 from autotune.paper.paper_numbers import QUALITY, THROUGHPUT, UTILISATION, PaperRow

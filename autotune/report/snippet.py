@@ -142,7 +142,7 @@ def _imports(job: Job, mesh: Mesh | None) -> list[str]:
     lines += ["", "from autotune import Plan, load_job"]
     if job.scheduler is not None:
         lines.append("from autotune.engines.learning_rates import LearningRates")
-    lines.append("from autotune.mechanics import controls, devices, stepping")
+    lines.append("from autotune.mechanics import controls, devices, cutting")
     if mesh is None:
         if _cuts_by_cost(job):
             lines.append("from autotune.mechanics.cutting import Cutting")
@@ -178,7 +178,7 @@ def _spread(plan: Plan, mesh: Mesh) -> list[str]:
 def _looped(mesh: Mesh | None) -> list[str]:
     """Return the line that begins the loop over micro-batches, and the lines by which replicas reduce once a step."""
     if mesh is None:
-        return ["for piece, weight in stepping.shares(pieces, job.count).here:"]
+        return ["for piece, weight in cutting.shares(pieces, job.count).here:"]
     lines = ["here = shares_of(grid, rank, job.count)[0].here"]
     if mesh.dp == 1:
         return [*lines, "for piece, weight in here:"]
@@ -234,7 +234,7 @@ def _cuts_by_cost(job: Job) -> bool:
 
 def _taken(plan: Plan, job: Job, mesh: Mesh | None) -> list[str]:
     """Return the lines that take a step's micro-batches and set its learning rate."""
-    several, counted = "list(itertools.islice(batches, PLAN.accumulation_steps))", "stepping.num_samples"
+    several, counted = "list(itertools.islice(batches, PLAN.accumulation_steps))", "cutting.num_samples"
     if job.batching == "adaptive":
         lines = [f"pieces = {several}", f"samples += sum({counted}(piece) for piece in pieces)"]
         if mesh is not None:
@@ -243,7 +243,7 @@ def _taken(plan: Plan, job: Job, mesh: Mesh | None) -> list[str]:
         grid = "grid = cut_for_ranks(batch, ranks, PLAN.accumulation_steps, Cutting.of(job))"
         lines = ["batch = next(batches)", f"samples += {counted}(batch)", grid]
     else:
-        cut = "Cutting.of(job).pieces" if _cuts_by_cost(job) else "stepping.split"
+        cut = "Cutting.of(job).pieces" if _cuts_by_cost(job) else "cutting.split"
         lines = [f"pieces = {cut}(next(batches), PLAN.accumulation_steps)"]
         lines.append(f"samples += sum({counted}(piece) for piece in pieces)")
     if factors := _factors(plan, job):

@@ -19,7 +19,7 @@ from autotune.live.integrations.micro_steps import ForwardPasses, MicroSteps
 from autotune.live.integrations.retry import Retry, alone
 from autotune.live.limits import Mode, Stage
 from autotune.live.tuner import LiveTuner
-from autotune.mechanics import devices, randomness, stepping
+from autotune.mechanics import cutting, devices, randomness
 from autotune.mechanics.watching_hooks import WatchingHook
 
 logger = logging.getLogger(__name__)
@@ -376,15 +376,15 @@ class TunedTrainer(Trainer):
             try:
                 return self._halves_sum(model, inputs, num_items_in_batch)
             except Exception as error:
-                if not devices.is_out_of_memory(error) or stepping.num_samples(inputs) < _LEAST_HALVED:
+                if not devices.is_out_of_memory(error) or cutting.num_samples(inputs) < _LEAST_HALVED:
                     raise
             devices.release(self.args.device)
-            inputs = stepping.split(inputs, 2)[0]
+            inputs = cutting.split(inputs, 2)[0]
 
     def _halves_sum(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> bool:
         modes = {module: module.training for module in model.modules()}
         batch = self._prepare_inputs(inputs)
-        halves = stepping.split(batch, 2)
+        halves = cutting.split(batch, 2)
         with randomness.isolated(), alone(model), self.compute_loss_context_manager():
             try:
                 model.eval()
@@ -395,7 +395,7 @@ class TunedTrainer(Trainer):
             finally:
                 for module, training in modes.items():
                     module.training = training
-        sizes = [stepping.num_samples(half) for half in halves]
+        sizes = [cutting.num_samples(half) for half in halves]
         mean = sum(size * part for size, part in zip(sizes, parts, strict=True)) / sum(sizes)
         return abs(sum(parts) - whole) < abs(mean - whole)
 
