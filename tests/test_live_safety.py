@@ -66,6 +66,59 @@ def test_failure_in_any_part_of_the_tuner_leaves_the_run_unchanged(
     assert_identical(plain, train(deep_gpt, token_batches, gpt_loss, 24, on_step=breaks, **ATTACHED))
 
 
+def test_detach_that_is_interrupted_anywhere_leaves_nothing_after_another_one() -> None:
+    torch.manual_seed(0)
+    model = TinyGPT()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    untouched = [set(module.__dict__) for module in model.modules()]
+
+    def is_interrupted(at: int) -> bool:
+        lines = 0
+
+        def traced(frame: Any, event: str, _: object) -> Any:
+            nonlocal lines
+            if not frame.f_code.co_filename.endswith("stand_ins.py"):
+                return None
+            lines += event == "line"
+            if event == "line" and lines == at:
+                raise KeyboardInterrupt
+            return traced
+
+        tuner = autotune.attach(model, optimizer, memory_budget_bytes=1, runs_dir=None)
+        for batch in token_batches(2):
+            for part in tuner.micro_batches(batch):
+                tuner.backward(gpt_loss(model, part))
+            tuner.step()
+        sys.settrace(traced)
+        try:
+            tuner.detach()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+            autotune.detach(model)
+        return False
+
+    at = 1
+    while is_interrupted(at):
+        assert [set(module.__dict__) for module in model.modules()] == untouched, f"interrupted at line {at}"
+        at += 3
+    assert at > 10
+
+
+def test_attach_that_is_interrupted_leaves_autograd_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> Any:
+        # As Ctrl-C does at the end of torch.no_grad().
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autotune.live.attach.find_policy", interrupted)
+    model = TinyGPT()
+    with pytest.raises(KeyboardInterrupt):
+        autotune.attach(model, torch.optim.SGD(model.parameters(), 0.1), memory_budget_bytes=1, runs_dir=None)
+    assert torch.is_grad_enabled()
+
+
 def test_storage_alone_is_switched_while_gradients_from_outside_are_alive() -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:

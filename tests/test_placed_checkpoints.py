@@ -70,7 +70,7 @@ def test_batches_that_are_accumulated_undeclared_are_told_and_leave_the_run_lean
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     tuner = autotune.checkpoint(model, 10**9, optimizer=optimizer)
     train(model, optimizer, accumulated=3)
-    assert "steps accumulate 3 batches, and accumulation_steps is 1" in caplog.text
+    assert "steps have 3 backward passes through the model" in caplog.text
     assert set(tuner.plan.recomputed) == set(tuner.recomputable)
     tuner.detach()
 
@@ -522,3 +522,72 @@ def test_accumulated_batches_of_unequal_sizes_are_kept_where_the_budget_allows(
     _, _, over = trained(int(1.1 * max(peaks)))
     assert over == 0
     assert "no plan fits" not in caplog.text
+
+
+@pytest.mark.parametrize(("budget", "times"), [(1.1, 1), (10, 0)])
+def test_passes_outside_of_steps_are_recomputed_unless_the_budget_is_ample(budget: float, times: int) -> None:
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    tuner = autotune.checkpoint(model, int(peak(model, optimizer, 1) * budget), optimizer=optimizer)
+    train(model, optimizer)
+    assert not tuner.plan.recomputed
+    before = controls.recomputations(model)
+    model.eval()
+    model(torch.ones(BATCH, 4, dtype=torch.long)).square().mean().backward()
+    after = controls.recomputations(model)
+    assert {after[name] - before[name] for name in tuner.recomputable} == {times}
+    model.train()
+    optimizer.zero_grad()
+    train(model, optimizer)
+    assert not tuner.plan.recomputed
+    tuner.detach()
+
+
+@pytest.mark.parametrize("where", ["forward", "before backward"])
+@pytest.mark.parametrize("at", [2, 3, 8])
+def test_step_that_is_interrupted_once_leaves_an_ample_budget_used(at: int, where: str) -> None:
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    tuner = autotune.checkpoint(model, 10**9, optimizer=optimizer)
+    steps = iter(range(20))
+    left = [at]
+
+    def interrupt(place: str, step: int) -> None:
+        if place == where and step in left:
+            left.remove(step)
+            raise KeyboardInterrupt
+
+    step = 0
+    model.register_forward_hook(lambda *_: interrupt("forward", step))
+
+    def cell() -> None:
+        nonlocal step
+        for step in steps:
+            loss = model(torch.full((BATCH, 4), step % 8)).square().mean()
+            interrupt("before backward", step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(KeyboardInterrupt):
+        cell()
+    cell()
+    assert not left
+    assert not tuner.plan.recomputed
+    assert "profile" not in tuner.locks
+    tuner.detach()
+
+
+def test_optimizer_within_a_wrapper_is_found() -> None:
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            self._base_optimizer = base
+            self.defaults, self.state = base.defaults, base.state
+            self.param_groups = base.param_groups
+
+    model = gpt()
+    wrapper = Lookahead(torch.optim.SGD(model.parameters(), 1e-2))
+    tuner = autotune.checkpoint(model, 10**9)
+    train(model, wrapper._base_optimizer)
+    assert not tuner.plan.recomputed
+    tuner.detach()

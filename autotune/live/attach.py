@@ -47,6 +47,7 @@ from autotune.live.rank_channel import Ranks, RanksError, is_flattened, is_sprea
 from autotune.live.settings import Settings, settings_of, without_settings
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics import controls, devices
+from autotune.mechanics.ambient import keeping_grad_mode
 from autotune.mechanics.loop_signals import errors_ignored
 from autotune.mechanics.precision import useful_precisions
 from autotune.mechanics.sharded import ShardedUpdate
@@ -82,6 +83,7 @@ def detach(model: nn.Module, reason: str = "detach() was called") -> None:
 
 
 @without_settings
+@keeping_grad_mode()
 def attach(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,

@@ -113,7 +113,7 @@ class Controller:
             run.budget.read_device(run.fragments)
         budget = run.budget.read(run.step, run.fragments)
         # Until it is known what steps with more calls need, nothing fuller than the leanest plan is known to fit.
-        allowed = 0 if budget is not None and run.calls.is_unmeasured else run.allowed
+        allowed = 0 if run.awaits_calls(ahead.largest_bytes) else run.allowed
         lesson = run.profiler.plan_for(ahead, allowed) if learns else None
         if run.profiler.complete and not run.agreement.many:
             # First, because sizes are relative to the batch of the profile.

@@ -464,8 +464,8 @@ class LiveProfiler:
             self._too_long += 1
             if self._too_long > _TOO_LONG and not self.complete:
                 raise RuntimeError(
-                    f"steps accumulate {passes} batches, and accumulation_steps is 1; attach with the most that the "
-                    "loop accumulates"
+                    f"steps have {passes} backward passes through the model (of accumulated batches, or of another "
+                    "loss), and accumulation_steps is 1; attach with the most that a step has"
                 )
             return False
         self._too_long = 0

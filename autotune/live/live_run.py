@@ -21,6 +21,9 @@ from autotune.profiling.own_time import OwnTime
 from autotune.profiling.step_peaks import StepPeaks
 from autotune.profiling.unit_calls import UnitCalls
 
+# A budget is ample if it has room for so many times what is predicted.
+_AMPLE = 2.0
+
 
 class LiveRun:
     """The instruments and the state of one run.
@@ -112,6 +115,31 @@ class LiveRun:
     def allowed(self) -> int | None:
         """The budget in bytes for a step with the usual calls of units, within which one with more calls fits too."""
         return self.step_room.allowed_bytes(self.plan.accumulation_steps)
+
+    def awaits_calls(self, size: float) -> bool:
+        """Return whether steps with more calls of units than usual must be measured, so that the budget holds in them.
+
+        Args:
+            size: Bytes of the step's largest batch.
+        """
+        unknown = self.budget.latest is not None and self.calls.is_unmeasured
+        return unknown and not self._has_room_for(self.calls.extra, size)
+
+    def recompute_outside_steps(self) -> None:
+        """Recompute what may be in passes before the next step, which no profile has, unless the budget is ample."""
+        acts = self.attached.stage is Stage.ACT and self.budget.latest is not None and self.profiler.probed
+        if acts and not self.agreement.many and not self._has_room_for(1.0, self.size):
+            self.apply(self.plan.changed(storage=self.profiler.leanest.storage))
+
+    def _has_room_for(self, passes: float, size: float) -> bool:
+        """Return whether so many passes certainly fit the budget, whatever is kept in them.
+
+        Args:
+            passes: What is kept in them, divided by what is kept in a usual step.
+            size: Bytes of the largest batch.
+        """
+        fullest, static = self.phase.peak_bytes(self.phase.baseline, size), self.profiler.knowledge.static_bytes
+        return fullest is not None and static + _AMPLE * passes * (fullest - static) <= self.room
 
     @property
     def fragments(self) -> int:

@@ -87,8 +87,8 @@ def _optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         for one in gc.get_objects()
         # Some modules answer isinstance() with a warning.
         if issubclass(type(one), torch.optim.Optimizer)
-        # Not a wrapper of another one, such as Accelerate's.
-        and not isinstance(getattr(one, "optimizer", None), torch.optim.Optimizer)
+        # Not a wrapper of another one, such as Accelerate's, or Lookahead.
+        and not any(isinstance(value, torch.optim.Optimizer) for value in list(vars(one).values()))
         and any(id(parameter) in own for group in getattr(one, "param_groups", ()) for parameter in group["params"])
     ]
     if len(found) != 1:
@@ -145,7 +145,11 @@ class _Steps:
         if runs_backward() or transformed():
             # A checkpoint of the loop's own, round the model, runs it again; or torch.func looks at it.
             return
-        if not module.training or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if not module.training:
+            # An attack on the model, or attributions: no step has such a pass, so that nothing is known of it.
+            self._tuner.recompute_outside_steps()
             return
         self._thread = threading.get_ident()
         versions = list(map(version_of, self._parameters))

@@ -96,7 +96,7 @@ class StepPlans:
             plan = lesson if isinstance(run.phase, Unprofiled) else plan.changed(storage=lesson.storage)
         elif self._is_news(ahead, length):
             plan = profiler.look_at(ahead)
-        elif self._waits_for_calls:
+        elif run.profiler.complete and run.acting and not run.agreement.many and run.awaits_calls(ahead.largest_bytes):
             plan = profiler.wait_for_calls(ahead)
         elif run.check.runs_baseline and run.fits(run.phase.baseline, size):
             plan = run.phase.baseline
@@ -124,13 +124,6 @@ class StepPlans:
         if known.handed.is_news:
             return True
         return run.least is not None and not run.profiler.knows_leanest(ahead)
-
-    @property
-    def _waits_for_calls(self) -> bool:
-        """Whether a step with more calls of units than usual must be measured, so that the budget holds in the next."""
-        run = self._run
-        able = run.profiler.complete and not run.agreement.many
-        return able and run.acting and run.budget.latest is not None and run.calls.is_unmeasured
 
     def _other_cut(self, plan: Plan, ahead: StepAhead, room: float) -> Plan | None:
         """Return the plan of trial passes that show whether a plan's cut keeps the gradient; ``None`` for none.

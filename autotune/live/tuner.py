@@ -345,6 +345,11 @@ class LiveTuner:
         """
         self._begin(batch, bounded=True)
 
+    def recompute_outside_steps(self) -> None:
+        """Recompute all that may be in passes of the model until the next step begins, unless the budget is ample."""
+        if self._running is None:
+            self._safely(lambda controller: controller.run.recompute_outside_steps())
+
     def next_micro_batch(self, batch: Any) -> None:
         """Begin another micro-batch of the step; nothing is switched before it.
 

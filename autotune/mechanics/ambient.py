@@ -97,6 +97,17 @@ def put(wanted: list[Any], present: list[Any]) -> None:
 
 
 @contextmanager
+def keeping_grad_mode() -> Iterator[None]:
+    """Run the body, and leave autograd on or off as it was, even if torch's own contexts are interrupted within it."""
+    enabled = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        if torch.is_grad_enabled() is not enabled:
+            torch.set_grad_enabled(enabled)
+
+
+@contextmanager
 def out_of_batched_backward() -> Iterator[None]:
     """Run the body outside of a backward pass of several gradients at once, if one is running.
 

@@ -70,14 +70,15 @@ class StandIn:
         """Restore the module's former forward, if this one is still in place."""
         attributes = self.module.__dict__
         # Other code may have set another forward on the instance, which may call this one.
-        if attributes.get("forward") is self:
-            if self._shadowed is None:
-                del attributes["forward"]
-            else:
-                attributes["forward"] = self._shadowed
-        if not isinstance(attributes.get("forward"), StandIn):
+        is_in_place = attributes.get("forward") is self
+        if not isinstance(self._shadowed if is_in_place else attributes.get("forward"), StandIn):
+            # These go first: after an interrupt, a second attempt finds the module by the forward that is still here.
             for name in [name for name in _BESIDE if _is_ours(attributes.get(name))]:
-                del attributes[name]
+                attributes.pop(name, None)
+        if is_in_place and self._shadowed is None:
+            del attributes["forward"]
+        elif is_in_place:
+            attributes["forward"] = self._shadowed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the copied module's plain forward: copies of a model are not controlled."""

@@ -146,6 +146,10 @@ class MicroSteps:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_watched(module):
             return
+        if self._forwards and not self._passes.has_returned:
+            # The last call has raised, for example by Ctrl-C in a notebook: the loop begins the micro-batch again.
+            self._forwards = 0
+            self._micro_batches -= 1
         self._forwards += 1
         if self._forwards > 1:
             self._call_again()
