@@ -20,7 +20,7 @@ from autotune.cost_model.profile import Cost
 from autotune.engines.isolated_engine import IsolatedEngine, Patience
 from autotune.mechanics import controls
 from autotune.mechanics.compiled_units import compilations, refusal
-from autotune.mechanics.storages import excluded, offered
+from autotune.mechanics.storage_acts import excluded, offered
 from autotune.profiling.estimator import estimate
 from autotune.profiling.profiler import ProfilerOptions, profile
 from autotune.profiling.unseen_costs import none_faster_than_saving

@@ -16,7 +16,7 @@ from autotune.choices import COMPILED_STORAGES
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.mechanics import compressed, controls
 from autotune.mechanics.compressed import _rounded, mask_in_bits
-from autotune.mechanics.storages import offered
+from autotune.mechanics.storage_acts import offered
 from autotune.profiling.profiler import ProfilerOptions, profile
 
 UNCOMPILED = [one for one in Storage if not (one in COMPILED_STORAGES or one.needs_accelerator or one.keeps_gathered)]

@@ -32,8 +32,8 @@ def _learned() -> Policy:
 
 
 MAKERS: dict[str, Callable[[], Policy]] = {
-    **{f"policy {name}": lambda name=name: make_policy(name) for name in POLICIES.registered},
-    **{f"rule {name}": lambda name=name: rule_policy(name, SPACE, tiny_job.job()) for name in RULES.registered},
+    **{f"policy {name}": lambda name=name: make_policy(name) for name in POLICIES.names},
+    **{f"rule {name}": lambda name=name: rule_policy(name, SPACE, tiny_job.job()) for name in RULES.names},
     "rule paper, adaptive": lambda: rule_policy("paper", SPACE, tiny_job.make(batching="adaptive")),
     "live exact": lambda: SolvingPolicy("exact"),
     "live greedy": lambda: SolvingPolicy("greedy"),
@@ -108,7 +108,7 @@ def test_policy_leaves_the_global_generators_alone(policy: Policy) -> None:
     assert np.random.get_state()[1].tolist() == states[1]  # noqa: NPY002
 
 
-@pytest.mark.parametrize("name", POLICIES.registered)
+@pytest.mark.parametrize("name", POLICIES.names)
 def test_registered_policy_begins_with_a_plan_predicted_to_fit(name: str) -> None:
     policy = make_policy(name)
     assert isinstance(policy, PlanningPolicy)

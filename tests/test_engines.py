@@ -19,6 +19,7 @@ from simulated_engine import SimulatedEngine
 from torch import distributed
 
 from autotune import ClusterOptions, EngineOptions, IsolatedEngine, Job, Plan, PlanError, RankOptions, TorchEngine
+from autotune.cli.console import ranks
 from autotune.engines.budgeted_engine import BudgetedEngine
 from autotune.engines.cluster_pool import cluster_pool
 from autotune.engines.engine import Engine
@@ -28,7 +29,7 @@ from autotune.engines.rank_processes import Report
 from autotune.engines.registry import ENGINES, EngineEntry
 from autotune.errors import EngineError, InputError
 from autotune.measurement import Failure, Measurement
-from autotune.plan import Precision
+from autotune.plan import Launch, Precision
 from autotune.profiling.profiler import ProfilerOptions
 from autotune.profiling.rank_profiler import profiled_rank
 from autotune.profiling.tracing_engine import WatchedEngine, watched_ranks
@@ -252,8 +253,16 @@ def test_every_engine_name_can_be_loaded_and_takes_the_options_of_its_entry() ->
 
 
 def test_a_registered_engine_can_be_named_in_rank_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENGINES, "traced", EngineEntry("autotune.profiling.tracing_engine", "WatchedEngine"))
+    monkeypatch.setitem(
+        ENGINES, "traced", EngineEntry("autotune.profiling.tracing_engine", "WatchedEngine", has_ranks=True)
+    )
     assert RankOptions(engine="traced").arguments() == {}
+    monkeypatch.setitem(ENGINES, "alone", EngineEntry("autotune.profiling.tracing_engine", "WatchedEngine"))
+    assert ranks("alone", None, "0", None) == RankOptions(count=1, engine="alone")
+    assert RankOptions(count=1, engine="alone").launched(Launch()) == Launch()
+    for foreign in ({"count": 2}, {"zero_stage": "3"}, {"mesh": "dp=1"}):
+        with pytest.raises(InputError, match="--engine alone cannot be combined with --"):
+            ranks("alone", **{"count": None, "zero_stage": "0", "config": None, **foreign})  # type: ignore[arg-type]
     with pytest.raises(InputError, match="engine is 'unknown'"):
         RankOptions(engine="unknown")
 

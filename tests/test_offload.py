@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from autotune import EngineOptions, Plan, Storage, TorchEngine
 from autotune.cost_model.device_table import find_device
 from autotune.cost_model.memory_model import peak_bytes
-from autotune.mechanics import controls, devices, offloaded, storages
+from autotune.mechanics import controls, devices, offloaded, storage_acts
 from autotune.profiling.estimator import estimate
 from autotune.profiling.profiler import ProfilerOptions, profile
 
@@ -375,4 +375,4 @@ def test_a_cpu_is_told_why_it_is_left_out(caplog: pytest.LogCaptureFixture, monk
 
 @pytest.fixture(autouse=True)
 def warn_again() -> None:
-    storages._warn_once.cache_clear()
+    storage_acts._warn_once.cache_clear()

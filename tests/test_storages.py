@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from autotune.choices import STORAGES, Storage
-from autotune.mechanics.storages import ACTS
+from autotune.mechanics.storage_acts import ACTS
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 # Files that may name a storage other than ``save``: its facts, its act, plans with some units recomputed, and an export
 # whose format has a mode that is called like one.
-NAMING = {"choices.py", "mechanics/storages.py", "plan.py", "report/launchers.py"}
+NAMING = {"choices.py", "mechanics/storage_acts.py", "plan.py", "report/launchers.py"}
 # Estimates for many devices, which speak of the modes of other programs; some are called like a storage.
 ELSEWHERE = (
     "cost_model/cluster/",
@@ -53,7 +53,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, folder / name)
     blocks = re.findall(r"^ *```py\n(.*?)^ *```", PAGE, flags=re.DOTALL | re.MULTILINE)
     member, act, entry = (textwrap.dedent(block).strip("\n") for block in blocks)
-    choices, acts = folder / "autotune" / "choices.py", folder / "autotune" / "mechanics" / "storages.py"
+    choices, acts = folder / "autotune" / "choices.py", folder / "autotune" / "mechanics" / "storage_acts.py"
     (acts.parent / "copies_of_activations.py").write_text(act)
     before = "    RECOMPUTE = "
     choices.write_text(choices.read_text().replace(before, f"    {member}\n{before}"))

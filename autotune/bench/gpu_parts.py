@@ -34,7 +34,7 @@ from autotune.engines.worker_processes import fail, leave, opened
 from autotune.errors import BudgetError, InputError
 from autotune.job import Job
 from autotune.mechanics import devices
-from autotune.mechanics.storages import offered
+from autotune.mechanics.storage_acts import offered
 from autotune.mechanics.trees import map_tensors
 from autotune.plan import Plan
 from autotune.profiling.profiler import ProfilerOptions, profile

@@ -249,7 +249,7 @@ PEERS: Mapping[str, Peer] = {
 
 def main() -> None:
     """Serve the caller until it is gone."""
-    ENGINES[ENGINE] = EngineEntry("autotune.bench.peer_engine", "PeerEngine", ("technique",))
+    ENGINES[ENGINE] = EngineEntry("autotune.bench.peer_engine", "PeerEngine", ("technique",), has_ranks=True)
     wire, opening, number = opened()
     worker_main.serve(wire, opening, number)
     leave()

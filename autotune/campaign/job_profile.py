@@ -13,7 +13,7 @@ from autotune.cost_model.solver import require_feasible
 from autotune.mechanics.devices import device_kind, is_accelerator
 from autotune.mechanics.known_precisions import named
 from autotune.mechanics.precision import useful_precisions
-from autotune.mechanics.storages import offered
+from autotune.mechanics.storage_acts import offered
 from autotune.profiling.profile_cache import Ranked, cached_profile, find_profile, profile_elsewhere, read_matching
 from autotune.profiling.profiler import ProfilerOptions
 from autotune.records.run_directory import PROFILE, RunDirectory

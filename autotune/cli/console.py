@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from autotune.engines.ray_cluster import ClusterOptions
-    from autotune.engines.registry import RankOptions
+    from autotune.engines.registry import EngineEntry, RankOptions
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, all other output on stderr.")
@@ -239,7 +239,7 @@ class Bars:
 def ranks(
     engine: str, count: int | None, zero_stage: str, config: Path | None, mesh: str | None = None
 ) -> RankOptions | None:
-    """Return the options of an engine that runs on several ranks; ``None`` for the default engine.
+    """Return the options of an engine that runs in processes of its own; ``None`` for the default engine.
 
     Args:
         engine: value of ``--engine``.
@@ -257,21 +257,23 @@ def ranks(
 
     if engine not in ENGINES:
         raise InputError(f"engine is {engine!r}", where="--engine", allowed=list(ENGINES))
-    own = {"--zero-stage": None if zero_stage == "0" else zero_stage, "--ds-config": config}
-    given: dict[str, dict[str, object]] = {
-        "torch": {"--ranks": count, **own, "--mesh": mesh},
-        "deepspeed": {"--mesh": mesh},
-        "fsdp2": {**own},
-    }
-    foreign = [name for name, value in given.get(engine, {}).items() if value is not None]
-    if foreign:
-        others = [f"--engine {name}" for name, barred in given.items() if not barred.keys() & set(foreign)]
-        raise InputError(f"--engine {engine} cannot be combined with {', '.join(foreign)}", allowed=others)
+    own = {"--zero-stage": "zero_stage", "--ds-config": "config", "--mesh": "mesh"}
+    values = (None if zero_stage == "0" else zero_stage, config, mesh)
+    given = [name for name, value in zip(own, values, strict=True) if value is not None]
+
+    def foreign(entry: EngineEntry) -> list[str]:
+        several = ["--ranks"] if count is not None and not entry.has_ranks else []
+        return several + [name for name in given if own[name] not in entry.options]
+
+    if barred := foreign(ENGINES[engine]):
+        others = [f"--engine {name}" for name, entry in ENGINES.items() if not foreign(entry)]
+        raise InputError(f"--engine {engine} cannot be combined with {', '.join(barred)}", allowed=others)
     if engine == DEFAULT_ENGINE:
         return None
     if zero_stage not in ("0", "1", "2", "3", "all"):
         raise InputError(f"ZeRO stage is {zero_stage!r}", where="--zero-stage", allowed="0, 1, 2, 3, all")
-    size = DEFAULT_RANKS if count is None else count
+    usual = DEFAULT_RANKS if ENGINES[engine].has_ranks else 1
+    size = usual if count is None else count
     return RankOptions(
         count=size,
         zero_stage=0 if zero_stage == "all" else int(zero_stage),

@@ -23,7 +23,7 @@ from autotune.mechanics.buffers import copy_buffers, undo_writes
 from autotune.mechanics.cutting import Cutting, count_items
 from autotune.mechanics.devices import is_out_of_memory
 from autotune.mechanics.precision import excluded_precisions, useful_precisions
-from autotune.mechanics.storages import excluded, offered
+from autotune.mechanics.storage_acts import excluded, offered
 from autotune.own_loop import require_stepped
 from autotune.plan import PlanSpace, Precision, Storage
 from autotune.units import Unit, units_of

@@ -28,12 +28,14 @@ class EngineEntry:
         name: name of the class.
         options: names of the :class:`RankOptions` that the class takes as arguments.
         requires: optional libraries that it needs, by module.
+        has_ranks: whether it synchronises several processes, as a ``RankEngine`` does; others train in one.
     """
 
     module: str
     name: str
     options: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
+    has_ranks: bool = False
 
     def load(self) -> Any:
         """Import and return the class."""
@@ -43,15 +45,19 @@ class EngineEntry:
 ENGINES: dict[str, EngineEntry] = {
     DEFAULT_ENGINE: EngineEntry("autotune.engines.torch_engine", "TorchEngine"),
     "deepspeed": EngineEntry(
-        "autotune.engines.deepspeed_engine", "DeepSpeedEngine", ("zero_stage", "config"), requires=("deepspeed",)
+        "autotune.engines.deepspeed_engine",
+        "DeepSpeedEngine",
+        ("zero_stage", "config"),
+        requires=("deepspeed",),
+        has_ranks=True,
     ),
-    "fsdp2": EngineEntry("autotune.engines.fsdp2_engine", "Fsdp2Engine", ("mesh",)),
+    "fsdp2": EngineEntry("autotune.engines.fsdp2_engine", "Fsdp2Engine", ("mesh",), has_ranks=True),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions:
-    """Options of an engine that trains one job in several processes.
+    """Options of an engine that trains a job in processes of its own.
 
     Attributes:
         count: number of processes.
@@ -74,6 +80,8 @@ class RankOptions:
         where = f"engine {self.engine}"
         if type(self.count) is not int or self.count < 1:
             raise InputError(f"ranks is {self.count!r}", where=where, allowed="a whole number >= 1")
+        if self.count > 1 and not ENGINES[self.engine].has_ranks:
+            raise InputError(f"ranks is {self.count}", where=where, allowed="1: it trains in one process")
         if type(self.zero_stage) is not int or self.zero_stage not in STAGES:
             raise InputError(f"ZeRO stage is {self.zero_stage!r}", where=where, allowed=STAGES)
         if self.whole_mesh.ranks != self.count:
@@ -83,7 +91,10 @@ class RankOptions:
     @property
     def layout(self) -> str:
         """Return the layout of the ranks in a few words, such as ``zero-2`` or ``dp=2,shard=2``."""
-        return f"zero-{self.zero_stage}" if "zero_stage" in ENGINES[self.engine].options else str(self.whole_mesh)
+        options = ENGINES[self.engine].options
+        if "zero_stage" in options:
+            return f"zero-{self.zero_stage}"
+        return str(self.whole_mesh) if "mesh" in options else "alike"
 
     @property
     def whole_mesh(self) -> Mesh:
@@ -96,9 +107,10 @@ class RankOptions:
         Args:
             launch: the job's own launch choices.
         """
-        if "mesh" in ENGINES[self.engine].options:
+        options = ENGINES[self.engine].options
+        if "mesh" in options:
             return replace(launch, mesh=str(self.whole_mesh))
-        return replace(launch, zero_stage=self.zero_stage)
+        return replace(launch, zero_stage=self.zero_stage) if "zero_stage" in options else launch
 
     def arguments(self) -> dict[str, Any]:
         """Return the engine class's arguments beyond those common to all engines."""

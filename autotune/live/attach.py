@@ -53,7 +53,7 @@ from autotune.mechanics.precision import useful_precisions
 from autotune.mechanics.sharded import ShardedUpdate
 from autotune.mechanics.step_trace import TURN
 from autotune.mechanics.stepping import Update
-from autotune.mechanics.storages import offered
+from autotune.mechanics.storage_acts import offered
 from autotune.plan import PlanSpace, Precision
 from autotune.report_to import chosen
 from autotune.units import Unit, units_of

@@ -24,7 +24,7 @@ from autotune.mechanics.buffers import forget_constants, forget_copies
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.precision import InPrecision
 from autotune.mechanics.stand_ins import StandIn
-from autotune.mechanics.storages import ACTS
+from autotune.mechanics.storage_acts import ACTS
 from autotune.plan import Plan, Precision, Storage
 
 

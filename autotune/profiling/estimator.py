@@ -33,7 +33,7 @@ from autotune.mechanics.memory_meter import dense_parts, resident_tensors
 from autotune.mechanics.randomness import isolated, seed_all
 from autotune.mechanics.releasing import released
 from autotune.mechanics.step_trace import Phase
-from autotune.mechanics.storages import offered
+from autotune.mechanics.storage_acts import offered
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.plan import Plan, PlanSpace, Precision
 from autotune.profiling.attribution import attribute

@@ -21,7 +21,7 @@ from autotune.mechanics import devices
 from autotune.mechanics.cutting import Cutting
 from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.mechanics.randomness import isolated, seed_all
-from autotune.mechanics.storages import offered
+from autotune.mechanics.storage_acts import offered
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.profiling.code_digest import code_digest, settings_of
 

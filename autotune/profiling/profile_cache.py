@@ -22,7 +22,7 @@ from autotune.cost_model.time_model import seconds_per_step
 from autotune.engines.engine import Engine
 from autotune.engines.isolated_engine import IsolatedEngine
 from autotune.engines.rank_processes import run_elsewhere
-from autotune.engines.registry import RankOptions
+from autotune.engines.registry import ENGINES, RankOptions
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.engines.worker_processes import WorkersError
 from autotune.errors import InputError, JobError, ProfileError
@@ -85,11 +85,8 @@ class Ranked:
             job: the job.
             device_name: name of the device.
         """
-        try:
-            library = importlib.metadata.version("deepspeed")
-        except importlib.metadata.PackageNotFoundError:
-            library = ""
-        where = [device_kind(self.options.count), os.environ.get("OMP_NUM_THREADS"), library]
+        libraries = ",".join(map(_version_of, ENGINES[self.options.engine].requires))
+        where = [device_kind(self.options.count), os.environ.get("OMP_NUM_THREADS"), libraries]
         facts = [profile_key(job, device_name), asdict(self.options), *where]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -307,6 +304,13 @@ def validate(
         memory_underprediction_max=max(0.0, -min(memory)),
         time_noise_median=statistics.median(noise),
     )
+
+
+def _version_of(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _file_name(name: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autotune.budget import format_bytes
+from autotune.engines.registry import ENGINES
 from autotune.plan import Plan
 from autotune.records.requests import CompareRequest
 from autotune.report.campaign_run import CampaignRun
@@ -151,7 +152,7 @@ def _command_of(run: CampaignRun) -> str:
     if asked.ranks is not None:
         ranks = asked.ranks
         parts += ["--engine", ranks.engine, "--ranks", str(ranks.count)]
-        parts += ["--zero-stage", str(ranks.zero_stage)] if ranks.engine == "deepspeed" else []
+        parts += ["--zero-stage", str(ranks.zero_stage)] if "zero_stage" in ENGINES[ranks.engine].options else []
         parts += [] if ranks.mesh is None else ["--mesh", ranks.mesh]
         parts += [] if ranks.config is None else ["--ds-config", "FILE"]
     elif asked.cluster is not None:

@@ -1,4 +1,4 @@
-"""Configurations for DeepSpeed, Accelerate and the Trainer of transformers, with notes on what they cannot express."""
+"""Configurations for DeepSpeed, Accelerate, torchtitan and transformers' Trainer, and what they cannot express."""
 
 from __future__ import annotations
 
@@ -216,7 +216,8 @@ def _titan_mode(storage: Storage) -> tuple[str | None, float]:
         return "memory_budget", storage.compile_budget
     if storage.recomputes:
         return "full", 0.0
-    return ("selective" if storage.exact and not storage.needs_accelerator else None), 0.0
+    is_partial = storage.exact and storage.extra_forwards > 0 and not storage.needs_accelerator
+    return ("selective" if is_partial else None), 0.0
 
 
 def _plan_file(launched: Launched) -> dict[str, Any]:
