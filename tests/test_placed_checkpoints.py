@@ -591,3 +591,78 @@ def test_optimizer_within_a_wrapper_is_found() -> None:
     train(model, wrapper._base_optimizer)
     assert not tuner.plan.recomputed
     tuner.detach()
+
+
+class Residuals(nn.Sequential):
+    """A network of blocks as wide as their input, which adds each block's output to it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = x + block(x)
+        return x
+
+
+def residuals(width: int = 16) -> Residuals:
+    return Residuals(*(nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width)) for _ in range(8)))
+
+
+def adversaries() -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    generator, discriminator = residuals(), residuals()
+    return generator, discriminator, [torch.optim.Adam(one.parameters()) for one in (generator, discriminator)]
+
+
+def compete(generator: nn.Module, discriminator: nn.Module, optimizers: list[torch.optim.Optimizer]) -> float:
+    """Make a step of a GAN, in which the discriminator's own loss calls it twice, and the generator's once."""
+    fake = generator(torch.randn(64, 16))
+    real, made = discriminator(torch.randn(64, 16)), discriminator(fake.detach())
+    optimizers[1].zero_grad()
+    (nn.functional.softplus(made).mean() + nn.functional.softplus(-real).mean()).backward()
+    optimizers[1].step()
+    del real, made
+    loss = nn.functional.softplus(-discriminator(fake)).mean()
+    optimizers[0].zero_grad()
+    loss.backward()
+    optimizers[0].step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("room", [0.9, pytest.param(3.0, marks=pytest.mark.slow)])
+def test_discriminator_whose_micro_batches_call_it_more_or_less_often_is_placed(room: float) -> None:
+    def metered(plan: Plan | None) -> int:
+        generator, discriminator, optimizers = adversaries()
+        torch.manual_seed(1)
+        if plan is not None:
+            controls.apply(discriminator, plan)
+        compete(generator, discriminator, optimizers)
+        meter = MemoryMeter(torch.device("cpu"))
+        with meter.metering(resident_tensors(discriminator, optimizers[1], [])):
+            compete(generator, discriminator, optimizers)
+        assert meter.peak_bytes is not None
+        return meter.peak_bytes
+
+    def trained(budget: int | None) -> tuple[list[float], Plan | None]:
+        generator, discriminator, optimizers = adversaries()
+        tuner = None
+        if budget is not None:
+            tuner = autotune.checkpoint(discriminator, budget, optimizer=optimizers[1], accumulation_steps=2)
+        torch.manual_seed(1)
+        losses = [compete(generator, discriminator, optimizers) for _ in range(30)]
+        if tuner is None:
+            return losses, None
+        plan = tuner.plan
+        assert "profile" not in tuner.locks
+        tuner.detach()
+        return losses, plan
+
+    alone, _ = trained(None)
+    lean_losses, leanest = trained(1)
+    assert leanest is not None
+    least, most = metered(leanest), metered(None)
+    budget = int(least + room * (most - least))
+    losses, plan = trained(budget)
+    assert losses == alone == lean_losses
+    assert plan is not None
+    assert len(plan.recomputed) < len(leanest.recomputed)
+    assert bool(plan.recomputed) is (room < 1)
+    assert metered(plan) <= budget

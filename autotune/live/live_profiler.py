@@ -7,6 +7,7 @@ discarded, so all of these steps also train the model. :mod:`autotune.live.lesso
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from autotune.live.step_uses import Probing, Shadowing, Timing, Tracing, Use
 from autotune.mechanics import devices
 from autotune.mechanics.controls import has_16_bit_parameters
 from autotune.mechanics.loop_signals import any_error
-from autotune.mechanics.step_trace import TURN, Phase, rest_of, seconds_by_place
+from autotune.mechanics.step_trace import TURN, Phase, StepTrace, rest_of, seconds_by_place
 from autotune.plan import Plan, PlanSpace
 from autotune.profiling.memory_scaling import Growth
 from autotune.profiling.trial_passes import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
@@ -435,10 +436,10 @@ class LiveProfiler:
                 self._allowed.lock_storage(self.probes.read(use))
                 return False
             case Timing():
-                calls = [] if use.watch is None else use.watch.calls
-                if any(len(one) > len(calls[0]) for one in calls):
-                    raise RuntimeError("a later micro-batch of a step calls more units than its first one")
-                if self.knowledge.takes_turns and any(set(one) != set(calls[0]) for one in calls):
+                calls = [] if use.watch is None else list(map(Counter, use.watch.calls))
+                fullest = 0 if use.watch is None else use.watch.fullest
+                takes_turns = self.knowledge.takes_turns and any(one.keys() != calls[0].keys() for one in calls)
+                if takes_turns or (fullest and any(one - calls[fullest] for one in calls)):
                     raise RuntimeError("the micro-batches of a step call different units")
                 return self._read_trace(use, step) if isinstance(use, Tracing) else self._read_times(use, step)
             case _:
@@ -452,12 +453,7 @@ class LiveProfiler:
             raise ValueError(tracer.watch.spoilt)
         if tracer is None or tracer.trace is None:
             raise RuntimeError("the step was not traced")
-        if not tracer.trace.calls:
-            # A model that is compiled as a whole does not call units as modules.
-            raise RuntimeError(
-                "no unit was called as a module in the forward pass (is the whole model compiled, is a copy trained, "
-                "does another thread run it, or was tell_phase() not called?)"
-            )
+        _check_trace(tracer.trace)
         passes, micro_batches = len(tracer.watch.calls), use.plan.accumulation_steps
         if passes > 1 == micro_batches:
             # Only the first has no gradient beside it. A step that was interrupted and begun again has more, once.
@@ -500,7 +496,19 @@ class LiveProfiler:
             return False
         seconds = seconds_by_place(use.watch, self._attached.device)
         seconds["update", -1] = rest_of(step.seconds, seconds)
-        return self.knowledge.note_times(use.plan, tuple(use.watch.calls[0]), seconds, step)
+        return self.knowledge.note_times(use.plan, tuple(use.watch.calls[use.watch.fullest]), seconds, step)
+
+
+def _check_trace(trace: StepTrace) -> None:
+    """Raise a ``RuntimeError`` if a trace does not tell what the step's units need."""
+    if not trace.traces_peak:
+        raise RuntimeError("a micro-batch of a step needs more memory than the one that calls most units")
+    if not trace.calls:
+        # A model that is compiled as a whole does not call units as modules.
+        raise RuntimeError(
+            "no unit was called as a module in the forward pass (is the whole model compiled, is a copy trained, "
+            "does another thread run it, or was tell_phase() not called?)"
+        )
 
 
 def _scripted(attached: Attached) -> dict[str, str]:

@@ -36,7 +36,7 @@ class Place:
     """A place within a step.
 
     Attributes:
-        micro_batch: from 0.
+        micro_batch: from 0; in a trace, -1 for those that are not traced.
         phase: ``forward``, ``backward`` or, between and after them, ``update``.
         segment: the segment's number; -1 in ``update``.
     """
@@ -83,12 +83,13 @@ class StepTrace:
     """Trace of a step's memory.
 
     Attributes:
-        calls: the units called, in order, in the first micro-batch.
+        calls: the units called, in order, in the first micro-batch. If a later one calls more units, that one is traced
+            in its place, and the others are not.
         times: times at which the step moved on to another place, ascending.
         places: those places.
         changes: (time, bytes) of every allocation (> 0) and release (< 0), ascending.
         blocks: blocks allocated during the step, by address, each list ascending in time.
-        sightings: observations of storages in the first micro-batch.
+        sightings: observations of storages in the first micro-batch that is traced.
         older: bytes of blocks that were allocated before the step and released in it, by address.
     """
 
@@ -104,6 +105,17 @@ class StepTrace:
         """Return the place of the step at a time; ``None`` before its first forward pass."""
         index = bisect_right(self.times, moment) - 1
         return None if index < 0 else self.places[index]
+
+    @property
+    def traces_peak(self) -> bool:
+        """Whether no micro-batch that is not traced needs more memory than those that are."""
+        level, most = 0, {True: 0, False: 0}
+        for moment, size in self.changes:
+            level += size
+            place = self.place_at(moment)
+            is_traced = place is None or place.micro_batch >= 0
+            most[is_traced] = max(most[is_traced], level)
+        return most[False] <= most[True]
 
     def block_at(self, address: int, moment: float) -> Block | None:
         """Return the block at an address and a time; ``None`` for memory older than the step."""
@@ -185,6 +197,11 @@ class StepWatch:
     def place(self) -> Place:
         """Return the current place of the step."""
         return self.places[-1]
+
+    @property
+    def fullest(self) -> int:
+        """Return the number of the micro-batch that calls most units; of equal ones, the first."""
+        return max(range(len(self.calls)), key=lambda number: len(self.calls[number]), default=0)
 
     def begin(self, phase: Phase) -> None:
         """Begin a micro-batch's forward or backward pass, or the update after it."""
@@ -304,7 +321,11 @@ def seconds_by_place(watch: StepWatch, device: torch.device) -> dict[tuple[Phase
     """
     moments = devices.seconds_between(watch.stamps, device)
     seconds: dict[tuple[Phase, int], float] = {}
+    # If a later micro-batch calls more units than the first one, their segments are not the same.
+    most = len(watch.calls[watch.fullest]) if watch.fullest else 0
     for place, began, ended in zip(watch.places, moments, moments[1:], strict=False):
+        if len(watch.calls[place.micro_batch]) < most:
+            continue
         key = (place.phase, place.segment)
         seconds[key] = seconds.get(key, 0.0) + ended - began
     return seconds
@@ -380,7 +401,8 @@ class StepTracer:
     def __init__(self, model: nn.Module, units: Iterable[str], device: torch.device) -> None:
         self._device = device
         self._stamp = devices.stamp_for(device)
-        self._seen: list[tuple[Literal["input", "output", "saved"], Place, int, int]] = []
+        # The sightings in the micro-batch that calls most units so far, and in the running one.
+        self._seen: dict[int, list[tuple[Literal["input", "output", "saved"], Place, int, int]]] = {}
         self.watch = StepWatch(model, units, self._mark, self._note)
         self.trace: StepTrace | None = None
         self._hooks = ExitStack()
@@ -439,16 +461,22 @@ class StepTracer:
             return self._stamp()
 
     def _note(self, role: Literal["input", "output"], place: Place, found: Sequence[torch.Tensor]) -> None:
-        if place.micro_batch == 0:
-            mark = len(self.watch.places) - 1
-            self._seen += [(role, place, mark, self._address(tensor)) for tensor in found]
+        mark = len(self.watch.places) - 1
+        self._sightings(place).extend((role, place, mark, self._address(tensor)) for tensor in found)
+
+    def _sightings(self, place: Place) -> list[tuple[Literal["input", "output", "saved"], Place, int, int]]:
+        """Return the sightings in a place's micro-batch."""
+        if place.micro_batch not in self._seen:
+            fullest = max(self._seen, key=lambda number: len(self.watch.calls[number]), default=None)
+            self._seen = {} if fullest is None else {fullest: self._seen[fullest]}
+        return self._seen.setdefault(place.micro_batch, [])
 
     def _keep(self, kept: Iterable[torch.Tensor]) -> None:
         # Another thread may run units meanwhile.
         watch = self.watch
-        is_first = watch.places and watch.place.phase == "forward" and watch.place.micro_batch == 0
-        if is_first and threading.get_ident() == watch.thread:
-            self._seen += [("saved", watch.place, -1, self._address(tensor)) for tensor in kept]
+        if watch.places and watch.place.phase == "forward" and threading.get_ident() == watch.thread:
+            place = watch.place
+            self._sightings(place).extend(("saved", place, -1, self._address(tensor)) for tensor in kept)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         watch = self.watch
@@ -494,7 +522,8 @@ class StepTracer:
             marks: time of each of the watch's places.
             changes: time, bytes and address of every allocation (> 0) and release (< 0), ascending.
         """
-        places = tuple(self.watch.places)
+        chosen = self.watch.fullest
+        places = tuple(_counted_from(chosen, place) for place in self.watch.places)
         if len(marks) != len(places):
             raise ValueError("a part of the step ran in another thread than the step, where its memory is not seen")
         blocks, older = _blocks(changes)
@@ -502,7 +531,7 @@ class StepTracer:
             (moment for moment, place in zip(marks, places, strict=True) if place.phase == "backward"), float("inf")
         )
         return StepTrace(
-            calls=tuple(self.watch.calls[0]) if self.watch.calls else (),
+            calls=tuple(self.watch.calls[chosen]) if self.watch.calls else (),
             times=tuple(marks),
             places=places,
             changes=tuple((moment, size) for moment, size, _ in changes),
@@ -510,10 +539,22 @@ class StepTracer:
             older=older,
             # Saved tensors are alive when the backward pass begins; inputs and outputs when they are observed.
             sightings=tuple(
-                Sighting(role, place, first_backward if role == "saved" else _after(marks, mark, role), address)
-                for role, place, mark, address in self._seen
+                Sighting(
+                    role,
+                    _counted_from(chosen, place),
+                    first_backward if role == "saved" else _after(marks, mark, role),
+                    address,
+                )
+                for role, place, mark, address in self._seen.get(chosen, ())
             ),
         )
+
+
+def _counted_from(chosen: int, place: Place) -> Place:
+    """Return a place of a step of which, if it is not the first one, a certain micro-batch alone is traced."""
+    if not chosen:
+        return place
+    return Place(0, place.phase, place.segment) if place.micro_batch == chosen else Place(-1, "update", -1)
 
 
 def _after(marks: Sequence[float], mark: int, role: str) -> float:

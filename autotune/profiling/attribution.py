@@ -89,9 +89,14 @@ def attribute(
     saved, left = [0] * count, [0] * count
     allocates = {"forward": [False] * count, "backward": [False] * count}
     passing, boundaries = _boundaries(trace, recomputed, silent, turn)
+    begun = next(time for time, place in zip(trace.times, trace.places, strict=True) if place.micro_batch == 0)
     for block in (block for lives in trace.blocks.values() for block in lives):
+        if block.born < begun and block.died > turn:
+            # Code before the first call has made it, for example another model, and keeps it.
+            saved[0] += block.size
+            continue
         place = trace.place_at(block.born)
-        if place is None or place.micro_batch > 0 or place.phase == "update":
+        if place is None or place.micro_batch != 0 or place.phase == "update":
             continue
         allocates[place.phase][place.segment] = True
         if place.phase == "forward" and block.died > turn and block not in passing:
@@ -175,7 +180,8 @@ def _begin_of(trace: StepTrace, phase: str) -> float:
     Raises:
         EngineError: if the trace has no such phase.
     """
-    began = (time for time, place in zip(trace.times, trace.places, strict=True) if place.phase == phase)
+    places = zip(trace.times, trace.places, strict=True)
+    began = (time for time, place in places if place.phase == phase and place.micro_batch >= 0)
     found = next(began, None)
     if found is None:
         raise EngineError(
@@ -278,7 +284,7 @@ def _peaks(trace: StepTrace) -> dict[tuple[int, str, int], int]:
     level, key = 0, None
     for _, _, event in events:
         if isinstance(event, Place):
-            key = (min(event.micro_batch, 1), event.phase, event.segment)
+            key = None if event.micro_batch < 0 else (min(event.micro_batch, 1), event.phase, event.segment)
         else:
             level += event
         if key is not None:
