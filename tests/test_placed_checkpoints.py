@@ -63,16 +63,23 @@ def peak(model: nn.Module, optimizer: torch.optim.Optimizer, calls: int, rows: i
     return meter.peak_bytes
 
 
-def test_batches_that_are_accumulated_undeclared_are_told_and_leave_the_run_lean(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("declared", [1, None])
+def test_accumulation_is_learnt_unless_it_is_declared_otherwise(
+    declared: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    alone = gpt()
+    expected = train(alone, torch.optim.AdamW(alone.parameters(), 1e-3), accumulated=3)
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    tuner = autotune.checkpoint(model, 10**9, optimizer=optimizer)
-    train(model, optimizer, accumulated=3)
-    assert "steps have 3 backward passes through the model" in caplog.text
-    assert set(tuner.plan.recomputed) == set(tuner.recomputable)
+    tuner = autotune.checkpoint(model, 10**9, optimizer=optimizer, accumulation_steps=declared)
+    assert train(model, optimizer, accumulated=3) == expected
+    learnt = declared is None
+    assert ("steps have 3 backward passes through the model" in caplog.text) is not learnt
+    assert set(tuner.plan.recomputed) == (set() if learnt else set(tuner.recomputable))
+    assert tuner.plan.accumulation_steps == (3 if learnt else 1)
+    assert tuner.status["steps"] == STEPS
     tuner.detach()
+    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 def test_gradients_of_batches_that_are_accumulated_later_have_room() -> None:
@@ -645,7 +652,7 @@ def test_discriminator_whose_micro_batches_call_it_more_or_less_often_is_placed(
         generator, discriminator, optimizers = adversaries()
         tuner = None
         if budget is not None:
-            tuner = autotune.checkpoint(discriminator, budget, optimizer=optimizers[1], accumulation_steps=2)
+            tuner = autotune.checkpoint(discriminator, budget, optimizer=optimizers[1])
         torch.manual_seed(1)
         losses = [compete(generator, discriminator, optimizers) for _ in range(30)]
         if tuner is None:

@@ -53,15 +53,31 @@ class Controller:
     """
 
     def __init__(self, attached: Attached, policy: Any, log: DecisionLog, ranks: Ranks) -> None:
-        run = self.run = LiveRun(attached, log, ranks)
-        self._decisions = Decisions(run, policy)
-        follows = attached.limits.follow_batches and isinstance(policy, PlanningPolicy)
+        self._policy = policy
+        self.heard: tuple[Phase, ...] = ()
+        self._begin(LiveRun(attached, log, ranks))
+
+    def _begin(self, run: LiveRun) -> None:
+        self.run = run
+        self._decisions = Decisions(run, self._policy)
+        follows = run.attached.limits.follow_batches and isinstance(self._policy, PlanningPolicy)
         self._plans = StepPlans(run, follows=follows)
         # The signature of the running step, and the probe of its gradient, if that is sampled.
         self._signature = Signature((), (0, 0))
         self._probe: GradientProbe | None = None
-        self.heard: tuple[Phase, ...] = ()
         run.budget.read_device(run.fragments)
+
+    def begin_again(self, attached: Attached) -> None:
+        """Learn the run from the beginning, between two steps, because it is not as it was attached to.
+
+        Args:
+            attached: The run as it is.
+        """
+        former = self.run
+        self.close()
+        self._begin(LiveRun(attached, former.log, former.ranks))
+        self.run.time, self.run.step, self.run.placed = former.time, former.step, former.placed
+        self.run.over_budget = former.over_budget
 
     @property
     def wants_time(self) -> bool:

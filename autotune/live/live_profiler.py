@@ -56,6 +56,8 @@ class LiveProfiler:
         knowledge: What the steps have shown. If two predictions, or the last, were too low, profiling fails.
         probes: What the probes have found about the units.
         step_peak: Measured peak of the latest step in bytes; ``None`` if it was not traced.
+        learns_accumulation: Whether to find out how many batches steps accumulate, if they should have one.
+        accumulated: That number, once it is found; 0 before.
 
     Args:
         attached: The run.
@@ -70,6 +72,7 @@ class LiveProfiler:
         self.complete = False
         unusable = devices.unusable(attached.device)
         self.failed: str | None = unusable if attached.space.units else "the model has no units"
+        self.learns_accumulation, self.accumulated = False, 0
         self.knowledge = Knowledge(attached, may_take_turns=may_take_turns)
         self.probes = ProbeResults()
         self.step_peak: int | None = None
@@ -83,8 +86,8 @@ class LiveProfiler:
         self._unreadable = 0
         # Declared micro-batches of a traced step that had only one; 0 if there was none.
         self._too_short = 0
-        # Traced steps in a row that had more micro-batches than they should have.
-        self._too_long = 0
+        # Traced steps in a row that had more micro-batches than they should have, and the most that one had.
+        self._too_long = self._most_passes = 0
         # The values of k at which memory ran out in trial passes.
         self._put_off: set[int] = set()
         # Steps until a step is traced again, and from that one to the next.
@@ -458,13 +461,17 @@ class LiveProfiler:
         if passes > 1 == micro_batches:
             # Only the first has no gradient beside it. A step that was interrupted and begun again has more, once.
             self._too_long += 1
+            self._most_passes = max(self._most_passes, passes)
             if self._too_long > _TOO_LONG and not self.complete:
+                if self.learns_accumulation:
+                    self.accumulated = self._most_passes
+                    return False
                 raise RuntimeError(
                     f"steps have {passes} backward passes through the model (of accumulated batches, or of another "
                     "loss), and accumulation_steps is 1; attach with the most that a step has"
                 )
             return False
-        self._too_long = 0
+        self._too_long = self._most_passes = 0
         before = known.forgotten
         if known.signatures and not any(signature.is_kin_to(one) for one in known.signatures):
             # The steps differ in more than their batches: in trained parameters, optimizer state or calls of units.

@@ -30,7 +30,7 @@ def checkpoint(
     memory_budget: Budget,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    accumulation_steps: int = 1,
+    accumulation_steps: int | None = None,
 ) -> LiveTuner:
     """Recompute as few activations as a memory budget allows, in a loop that stays as it is.
 
@@ -47,7 +47,8 @@ def checkpoint(
         memory_budget: bytes, a size (``"8GB"``), or a function that returns either and is called before every step;
             ``None`` for the device's memory.
         optimizer: its optimizer; ``None`` finds the one that has the model's parameters.
-        accumulation_steps: batches that the loop accumulates before each update.
+        accumulation_steps: backward passes through the model before each update: those of the batches that the loop
+            accumulates, or of several losses; ``None`` learns the number from the first steps.
 
     Returns:
         The tuner, which need not be kept; ``autotune.detach(model)`` leaves the model as it was.
@@ -62,12 +63,14 @@ def checkpoint(
             chosen,
             policy="exact",
             memory_budget_bytes=memory_budget,
-            accumulation_steps=accumulation_steps,
+            accumulation_steps=1 if accumulation_steps is None else accumulation_steps,
             runs_dir=None,
         )
     except AttachError as error:
         raise _as_own(error) from None
     if tuner.attached:
+        if accumulation_steps is None:
+            tuner.learn_accumulation()
         _Steps(model, chosen, tuner)
         leave_to_model(tuner)
     return tuner

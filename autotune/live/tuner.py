@@ -284,6 +284,11 @@ class LiveTuner:
             controls.remove(self._facts.model)
             controller.run.log.write("detached", controller.run.step, reason=reason, locks=self._found_locks, **figures)
 
+    def learn_accumulation(self) -> None:
+        """Take over from the loop how many batches a step accumulates, if these are more than one."""
+        if self._controller is not None and not self._controller.run.ranks.many:
+            self._controller.run.profiler.learns_accumulation = self._facts.accumulation_steps == 1
+
     def when_detached(self, call: Callable[[], None]) -> None:
         """Call a function when this tuner is detached, besides what happens then anyway."""
         former = self._on_detach
@@ -574,6 +579,8 @@ class LiveTuner:
             self._running.come_back()
             self._running.add(batch)
             return 1
+        if self._controller is not None and (batches := self._controller.run.profiler.accumulated):
+            self._safely(lambda controller: self._begin_again(controller, batches))
         ended = self._running is None
         if not ended:
             self._safely(lambda controller: controller.abandon_step())
@@ -619,6 +626,14 @@ class LiveTuner:
         if self._facts.adaptive:
             running.wanted = plan.accumulation_steps
         return plan.accumulation_steps if own == 1 else 1
+
+    def _begin_again(self, controller: Controller, batches: int) -> None:
+        """Learn the run again, whose loop has been seen to accumulate so many batches."""
+        space = replace(self._facts.space, accumulation_choices=(batches,))
+        self._facts = replace(self._facts, space=space, accumulation_steps=batches)
+        logger.info("step %d: steps have %d backward passes through the model", controller.run.step, batches)
+        controller.begin_again(self._facts)
+        self._times = controller.run.times
 
     def _must_wait(self, *, ended: bool) -> bool:
         """Return whether gradients of the loop's own are alive, beside which k and precisions may not be switched.

@@ -89,12 +89,8 @@ def attribute(
     saved, left = [0] * count, [0] * count
     allocates = {"forward": [False] * count, "backward": [False] * count}
     passing, boundaries = _boundaries(trace, recomputed, silent, turn)
-    begun = next(time for time, place in zip(trace.times, trace.places, strict=True) if place.micro_batch == 0)
+    saved[0] = _kept_from_before(trace, turn)
     for block in (block for lives in trace.blocks.values() for block in lives):
-        if block.born < begun and block.died > turn:
-            # Code before the first call has made it, for example another model, and keeps it.
-            saved[0] += block.size
-            continue
         place = trace.place_at(block.born)
         if place is None or place.micro_batch != 0 or place.phase == "update":
             continue
@@ -188,6 +184,13 @@ def _begin_of(trace: StepTrace, phase: str) -> float:
             f"the traced step has no phase {phase!r}; a custom loop must name its phases with tell_phase()"
         )
     return found
+
+
+def _kept_from_before(trace: StepTrace, turn: float) -> int:
+    """Return the bytes that code before the forward pass, for example another model, has made and keeps beyond it."""
+    begun = next(time for time, place in zip(trace.times, trace.places, strict=True) if place.micro_batch == 0)
+    lives = (block for blocks in trace.blocks.values() for block in blocks)
+    return sum(block.size for block in lives if block.born < begun and block.died > turn)
 
 
 def _boundaries(
