@@ -270,7 +270,12 @@ def test_memory_that_recurrent_layers_keep_on_a_cpu_is_estimated(
     machine: DeviceSpec, width: int, bidirectional: bool
 ) -> None:
     """Torch's fake layer keeps nothing for its backward pass; the estimate was half of the true peak."""
-    for row in check([recurrent(width, bidirectional=bidirectional)], machine):
+    # Some CPUs have no kernel for 16-bit LSTMs.
+    rows = [
+        row for row in check([recurrent(width, bidirectional=bidirectional)], machine) if row["measured_peak_bytes"]
+    ]
+    assert rows
+    for row in rows:
         # oneDNN keeps up to a seventh more on some processors.
         assert row["predicted_peak_bytes"] == pytest.approx(row["measured_peak_bytes"], rel=0.2)
 

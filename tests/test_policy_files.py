@@ -593,3 +593,11 @@ def test_compare_with_a_damaged_folder_is_one_line_exit_code_2_and_no_run(
     assert str(folder) in lines[0]
     assert "Traceback" not in errors
     assert sorted(profiled.rglob("*")) == before
+
+
+def test_loading_draws_no_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draws(*_: object, **__: object) -> None:
+        raise AssertionError("it would import libraries for seconds")
+
+    monkeypatch.setattr(torch.nn.init, "normal_", draws)
+    shipped_policy()

@@ -308,7 +308,7 @@ def test_run_after_one_that_was_interrupted_in_a_traced_step_is_profiled_and_fre
 def test_run_that_cannot_be_profiled_for_long_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = stack()
     tuner = autotune.checkpoint(model, 10**10, optimizer=optimizer)
-    with torch.profiler.profile():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         for batch in points(2 + _WAITED):
             loss_of(model(batch)).backward()
             optimizer.step()

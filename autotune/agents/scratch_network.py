@@ -91,7 +91,7 @@ class PolicyNetwork(nn.Module):
         self.value_head = linear(width, 1)
         for head in (self.precision_head, self.storage_head, self.accumulation_head, self.value_head):
             # A new network is nearly undecided: all plans are about equally likely.
-            nn.init.normal_(head.weight, std=0.01)
+            draw_slightly(head.weight)
             nn.init.zeros_(head.bias)
 
     def forward(
@@ -190,6 +190,12 @@ def most_likely(network: PolicyNetwork, arrays: dict[str, np.ndarray], layout: L
 def linear(inputs: int, outputs: int) -> nn.Linear:
     """Return a linear layer in fp32, regardless of the default dtype."""
     return nn.Linear(inputs, outputs, dtype=torch.float32)
+
+
+def draw_slightly(weight: torch.Tensor) -> None:
+    """Draw small weights; on the meta device there is nothing to draw, and torch would import libraries for seconds."""
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=0.01)
 
 
 def _two_layers(inputs: int, width: int) -> nn.Sequential:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from autotune.agents.scratch_network import linear
+from autotune.agents.scratch_network import draw_slightly, linear
 from autotune.gym.levers import NEUTRAL, RUN_FEATURES, SIZES, UNIT_FEATURES, Actions, Features
 
 Weights = NDArray[np.float32]
@@ -38,7 +38,7 @@ class LeverNetwork(nn.Module):
         self.critic = _Trunk(width)
         self.levers = linear(width, sum(SIZES))
         self.value = linear(width, 1)
-        nn.init.normal_(self.levers.weight, std=0.01)
+        draw_slightly(self.levers.weight)
         nn.init.zeros_(self.levers.bias)
         with torch.no_grad():
             first = 0
