@@ -673,3 +673,38 @@ def test_discriminator_whose_micro_batches_call_it_more_or_less_often_is_placed(
     assert len(plan.recomputed) < len(leanest.recomputed)
     assert bool(plan.recomputed) is (room < 1)
     assert metered(plan) <= budget
+
+
+class CallsItself(TinyGPT):
+    """A model that calls itself once within its forward pass."""
+
+    within = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.within:
+            return super().forward(tokens)
+        self.within = True
+        try:
+            return super().forward(tokens) + self(tokens)
+        finally:
+            self.within = False
+
+
+def test_model_that_calls_itself_has_one_forward_pass() -> None:
+    def trained(budget: int | None) -> list[float]:
+        torch.manual_seed(0)
+        model = CallsItself()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        tuner = None if budget is None else autotune.checkpoint(model, budget, optimizer=optimizer)
+        began: list[object] = []
+        if tuner is not None:
+            begin = tuner.begin_step
+            tuner.begin_step = lambda batch: (began.append(batch), begin(batch))  # type: ignore[method-assign, assignment]
+        losses = train(model, optimizer, rows=16)
+        if tuner is not None:
+            assert len(began) == STEPS
+            assert tuner.attached
+            tuner.detach()
+        return losses
+
+    assert trained(None) == trained(1) == trained(10**9)

@@ -7,7 +7,9 @@ forward pass ends. If a loss calls the model again before that, the forward pass
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -146,7 +148,7 @@ class MicroSteps:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_watched(module):
             return
-        if self._forwards and not self._passes.has_returned:
+        if self._forwards and not self._passes.has_returned and _running_calls(module) == 1:
             # The last call has raised, for example by Ctrl-C in a notebook: the loop begins the micro-batch again.
             self._forwards = 0
             self._micro_batches -= 1
@@ -197,6 +199,17 @@ class MicroSteps:
         """Return whether a call belongs to the loop's own forward passes, which are to be trained on."""
         trains = self._watching and torch.is_grad_enabled() and module.training
         return trains and not (runs_backward() or transformed())
+
+
+def _running_calls(module: nn.Module) -> int:
+    """Return how many calls of a module are running, on any thread; it may call itself."""
+    count, code = 0, nn.Module._call_impl.__code__
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            count += frame.f_code is code and frame.f_locals.get("self") is module
+            frame = frame.f_back
+    return count
 
 
 def _loss_of(output: Any) -> torch.Tensor:
