@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import threading
 import weakref
-from types import FrameType
 
 import torch
 from torch import nn
@@ -16,7 +14,7 @@ from autotune.errors import AttachError
 from autotune.live.argument_checks import inner_of
 from autotune.live.attach import attach, leave_to_model
 from autotune.live.attached import Budget
-from autotune.live.integrations.micro_steps import MicroSteps
+from autotune.live.integrations.micro_steps import MicroSteps, running_calls
 from autotune.live.tuner import LiveTuner
 from autotune.mechanics.ambient import runs_backward, transformed
 from autotune.mechanics.buffers import version_of
@@ -135,7 +133,7 @@ class _Steps:
 
         def leaving() -> None:
             # While torch goes through the hooks they cannot be removed: the last one of them does it then.
-            if (steps := this()) is not None and not _is_running(its_model(), its_optimizer()):
+            if (steps := this()) is not None and not any(map(running_calls, (its_model(), its_optimizer()))):
                 steps._leave()
 
         updates = optimizer.register_step_post_hook(updated)
@@ -197,18 +195,3 @@ class _Steps:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def _is_running(*owners: nn.Module | torch.optim.Optimizer | None) -> bool:
-    """Return whether a thread is in a call of a model, or in a step of an optimizer, and so may go through hooks."""
-    calls = {
-        nn.Module._call_impl.__code__,
-        *(getattr(type(one).step, "__code__", None) for one in owners if isinstance(one, torch.optim.Optimizer)),
-    }
-    for frame in sys._current_frames().values():
-        within: FrameType | None = frame
-        while within is not None:
-            if within.f_code in calls and any(within.f_locals.get("self") is one for one in owners):
-                return True
-            within = within.f_back
-    return False

@@ -148,7 +148,7 @@ class MicroSteps:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_watched(module):
             return
-        if self._forwards and not self._passes.has_returned and _running_calls(module) == 1:
+        if self._forwards and not self._passes.has_returned and running_calls(module) == 1:
             # The last call has raised, for example by Ctrl-C in a notebook: the loop begins the micro-batch again.
             self._forwards = 0
             self._micro_batches -= 1
@@ -201,13 +201,14 @@ class MicroSteps:
         return trains and not (runs_backward() or transformed())
 
 
-def _running_calls(module: nn.Module) -> int:
-    """Return how many calls of a module are running, on any thread; it may call itself."""
-    count, code = 0, nn.Module._call_impl.__code__
+def running_calls(owner: nn.Module | torch.optim.Optimizer | None) -> int:
+    """Return how many calls of a module, which may call itself, or steps of an optimizer run now, on any thread."""
+    method = type(owner).step if isinstance(owner, torch.optim.Optimizer) else nn.Module._call_impl
+    code, count = getattr(method, "__code__", None), 0
     for top in sys._current_frames().values():
         frame: FrameType | None = top
-        while frame is not None:
-            count += frame.f_code is code and frame.f_locals.get("self") is module
+        while frame is not None and owner is not None:
+            count += frame.f_code is code and frame.f_locals.get("self") is owner
             frame = frame.f_back
     return count
 
