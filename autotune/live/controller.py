@@ -58,10 +58,8 @@ class Controller:
         self._begin(LiveRun(attached, log, ranks))
 
     def _begin(self, run: LiveRun) -> None:
-        self.run = run
-        self._decisions = Decisions(run, self._policy)
         follows = run.attached.limits.follow_batches and isinstance(self._policy, PlanningPolicy)
-        self._plans = StepPlans(run, follows=follows)
+        self.run, self._decisions, self._plans = run, Decisions(run, self._policy), StepPlans(run, follows=follows)
         # The signature of the running step, and the probe of its gradient, if that is sampled.
         self._signature = Signature((), (0, 0))
         self._probe: GradientProbe | None = None
@@ -75,9 +73,7 @@ class Controller:
         """
         former = self.run
         self.close()
-        self._begin(LiveRun(attached, former.log, former.ranks))
-        self.run.time, self.run.step, self.run.placed = former.time, former.step, former.placed
-        self.run.over_budget = former.over_budget
+        self._begin(LiveRun(attached, former.log, former.ranks, former))
 
     @property
     def wants_time(self) -> bool:

@@ -57,9 +57,10 @@ class LiveRun:
         attached: As the attribute.
         log: As the attribute.
         ranks: As the attribute.
+        former: The same run as it was taken to be, whose counters, trips, warnings and locks of units go on.
     """
 
-    def __init__(self, attached: Attached, log: DecisionLog, ranks: Ranks) -> None:
+    def __init__(self, attached: Attached, log: DecisionLog, ranks: Ranks, former: LiveRun | None = None) -> None:
         self.attached, self.log, self.ranks = attached, log, ranks
         self.agreement = Agreement(ranks)
         # Where all steps are cut and computed alike, they may call different units.
@@ -69,20 +70,29 @@ class LiveRun:
         self.switcher = controls.Switcher(attached.model, [unit.name for unit in attached.space.units])
         self.switcher.hooks = self.profiler.probes.hooks
         self.calls = UnitCalls(self.switcher, tells_apart=may_take_turns)
-        self.budget = BudgetReader(attached, log)
+        self.budget: BudgetReader = BudgetReader(attached, log) if former is None else former.budget
         self.peaks = StepPeaks(attached.device)
         self.step_room = StepRoom(attached, self.budget, self.peaks, self.profiler.knowledge, self.calls)
         self.monitor = GradientMonitor(attached.model, attached.space.units)
-        self.time, self.times = OwnTime(attached.total_steps), StepTimes(attached.device)
+        self.time: OwnTime = OwnTime(attached.total_steps)
+        self.times = StepTimes(attached.device)
         if ranks.many:
             self.times.watch_collectives()
-        self.breaker = Breaker.closed(attached.limits)
+        self.breaker: Breaker = Breaker.closed(attached.limits)
         self.check = SlowdownCheck()
         self.phase: Unprofiled | Profiled = Unprofiled(attached.space)
         self.news = False
         self.plan = self.phase.baseline
-        self.placed = self.step = self.over_budget = self.size = 0
+        self.placed: int = 0
+        self.step: int = 0
+        self.over_budget: int = 0
+        self.size: int = 0
         self.least: float | None = None
+        if former is not None:
+            self.time, self.breaker = former.time, former.breaker
+            self.step, self.placed, self.over_budget = former.step, former.placed, former.over_budget
+            units = set(attached.space.recomputable)
+            self.profiler.bar({name: reason for name, reason in former.profiler.locks.items() if name in units})
 
     @property
     def placements(self) -> Placements | None:
