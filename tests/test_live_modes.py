@@ -530,9 +530,12 @@ def test_model_that_cannot_run_in_16_bits_is_left_unchanged(block: type[nn.Modul
     assert_close(plain, tuned, 0.0)
 
 
-@pytest.mark.parametrize("storages", [["compress8"], ["offload"], ["unheard of"], "selective", [3]])
+@pytest.mark.parametrize("storages", [["compiled"], ["offload"], ["unheard of"], "selective", [3]])
 def test_storages_that_no_attached_run_has_are_refused(storages: Any) -> None:
-    with pytest.raises(AttachError, match=r"storages is .* \(allowed: some of save, selective, rebuild, recompute\)"):
+    with pytest.raises(
+        AttachError,
+        match=r"storages is .* \(allowed: some of save, selective, compress8, compress4, rebuild, recompute\)",
+    ):
         Settings(storages=storages)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autotune.plan import Plan, PlanSpace, Precision
+from autotune.plan import Plan, PlanSpace, Precision, Storage
 
 K = "accumulation_steps"
+# Most units that a reason names.
+_NAMED = 3
 
 
 class AllowedPlans:
@@ -16,7 +18,7 @@ class AllowedPlans:
     Attributes:
         space: The allowed plans.
         locks: The reason for each lock, by what is locked: a unit that may not be recomputed, ``accumulation_steps``,
-            smaller values of it (``accumulation_steps < 2``), or a precision.
+            smaller values of it (``accumulation_steps < 2``), a precision, or a storage in some units or in all.
 
     Args:
         space: The plans that are allowed at first.
@@ -51,6 +53,20 @@ class AllowedPlans:
             kept = tuple(one for one in self.space.precisions if one != what)
             self.space = replace(self.space, precisions=kept)
 
+    def lock_choice(self, storage: Storage, names: Sequence[str], reason: str) -> None:
+        """Lock a storage in some units.
+
+        Args:
+            storage: The storage; neither the first nor the last of the space.
+            names: The units.
+            reason: Why.
+        """
+        self.space = self.space.locking({name: (str(storage),) for name in names})
+        others = self.locks.get(str(storage), "")
+        some = [*names[:_NAMED], *([f"{len(names) - _NAMED} others"] if len(names) > _NAMED else [])]
+        where = f"in {', '.join(some)}: " if storage in self.space.storages else ""
+        self.locks[str(storage)] = "; ".join(filter(None, [others, f"{where}{reason}"]))
+
     def lock_storage(self, reasons: Mapping[str, str]) -> None:
         """Lock the storage of units, which are then not recomputed.
 
@@ -70,7 +86,14 @@ class AllowedPlans:
         self.space = replace(self.space, accumulation_choices=kept)
 
 
-def tried_choice(plan: Plan, reference: Plan) -> str:
-    """Return the name of the choice that a trial pass under a plan tests, beside one under a reference."""
-    differs = plan.accumulation_steps != reference.accumulation_steps
-    return K if differs else str(next(iter(plan.precision.values())))
+def tried_choice(plan: Plan, reference: Plan) -> str | Storage:
+    """Return the choice that a trial pass under a plan tests, beside one under a reference; a precision by its name."""
+    if plan.accumulation_steps != reference.accumulation_steps:
+        return K
+    tried = tried_storages(plan, reference)
+    return next(iter(tried.values())) if tried else str(next(iter(plan.precision.values())))
+
+
+def tried_storages(plan: Plan, reference: Plan) -> dict[str, Storage]:
+    """Return the storages that a plan gives to units in place of a reference's, by unit."""
+    return {name: own for name, own in plan.storage.items() if own is not reference.storage_of(name)}

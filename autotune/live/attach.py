@@ -368,20 +368,27 @@ def _space(
         accumulation_choices=choices,
         precisions=precisions,
         k_splits=not adaptive,
-        storages=_storages(settings, locks),
+        storages=_storages(settings, mode, locks),
     )
     return space, locks
 
 
-def _storages(settings: Settings, locks: dict[str, str]) -> tuple[Storage, ...]:
+def _storages(settings: Settings, mode: Mode, locks: dict[str, str]) -> tuple[Storage, ...]:
     """Return the storages that plans may choose; note the others that were asked for in ``locks``."""
+    tolerant = mode is Mode.TOLERANT
+    for name in settings.storages:
+        if Storage(name).approximates and not tolerant:
+            problem = f"storages names {name!r}, with which gradients are approximate, and mode is {mode}"
+            raise AttachError(problem, where="attach", allowed="mode='tolerant', or exact storages alone")
     try:
         asked = offered(settings.storages)
     except InputError as error:
         raise AttachError(error.problem, where=error.where, allowed=error.allowed) from error
     for storage in asked:
-        if not storage.exact:
-            locks[str(storage)] = "gradients would be approximate"
+        if storage.compile_budget:
+            locks[str(storage)] = "attached runs compile no units"
+        elif storage.approximates and not tolerant:
+            locks[str(storage)] = "gradients would be approximate, which mode tolerant allows"
         elif storage.needs_accelerator:
             locks[str(storage)] = "attached runs do not copy activations to the host"
     return tuple(storage for storage in asked if str(storage) not in locks)

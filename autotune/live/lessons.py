@@ -8,7 +8,9 @@ fuller one that the traces predict to fit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from autotune.live.allowed_plans import AllowedPlans, K
 from autotune.live.asked_budget import BudgetFunction
@@ -19,13 +21,16 @@ from autotune.live.placement import Placements, usable
 from autotune.live.prediction_scores import Expected
 from autotune.live.probe_results import ProbeResults
 from autotune.live.step_uses import Probing, Shadowing, Timing, Tracing, Use
-from autotune.plan import Plan, Precision
+from autotune.live.storage_trials import StorageTrials
+from autotune.plan import Plan, Precision, Storage
 from autotune.profiling.step_signature import Signature
 
 # Traced steps under plans that store more and more, up to the fullest that fits.
 TRACES = 4
 # Timed steps of one plan.
 TIMED_EACH = 3
+# Traced steps that show one of the storages between saving and recomputing.
+_BETWEEN = 4
 # Attempts at traced steps: a step that shows nothing (an epoch's last, short one) is repeated.
 _ATTEMPTS = 8
 # The largest number of steps that are traced because they are unlike all traced steps.
@@ -51,6 +56,7 @@ class Lessons:
     Attributes:
         ahead: The next step.
         budget_bytes: The current memory budget; ``None`` for none.
+        trials: The trials of approximate storages.
 
     Args:
         attached: The run.
@@ -64,10 +70,12 @@ class Lessons:
         self._allowed = allowed
         self._probes = probes
         self._knowledge = knowledge
+        self.trials = StorageTrials(allowed)
         self._acts = attached.stage is Stage.ACT
         self._new_shapes = self._late_plans = self._until_late = self._awaited = self._num_untraced = 0
         self._late_every, self._whole_bytes = 1, 0
         self._likeliest: Placements | None = None
+        self._traced_between: Counter[tuple[Storage, Precision]] = Counter()
         self.ahead = StepAhead(
             batch_bytes=0, largest_bytes=0, samples=0, cut_samples=0, signature=Signature((), (0, 0))
         )
@@ -177,7 +185,7 @@ class Lessons:
                 use = Use(self.leanest)
             if use is None and traced < _ATTEMPTS + 2 * len(self._ks) * len(precisions):
                 use = self._untraced()
-                traced += use is not None
+                traced += isinstance(use, Tracing)
             if use is None and timed < _ATTEMPTS * len(precisions):
                 use = self._untimed()
                 timed += use is not None
@@ -194,7 +202,8 @@ class Lessons:
         """
         if isinstance(use, Probing):
             yield self._probing(self._probes.uncalled or self._allowed.space.recomputable)
-        elif (trial := self._trial()) is not None:
+        elif isinstance(use, Shadowing) and not use.storages and (trial := self._trial()) is not None:
+            # Storages that were not tried are tried again in any case.
             yield trial
         yield from upcoming
 
@@ -318,30 +327,67 @@ class Lessons:
                 yield plan
 
     def _between(self) -> Use | None:
-        """Return a traced step that shows a storage between saving and recomputing in further units.
+        """Return a step that shows a storage between saving and recomputing in further units.
 
-        Units that a fast plan saves have the storage in it. They keep no more than by saving; but in the backward pass
-        of one of them, all that is alive while it is recomputed may be alive in addition.
+        Beside the units of which it is known, as many have the storage as could be saved. They keep no more than by
+        saving; but in the backward pass of one of them, all that is alive while it is recomputed may be alive in
+        addition.
 
         Returns:
-            The use; ``None`` if all that has room is known.
+            The use: a traced step, or one with trial passes if the storage is approximate; ``None`` if all that has
+            room is known, or after enough steps.
         """
         space = self._allowed.space
         between = [one for one in space.storages[1:] if not one.recomputes]
         placements = self._placements() if between else None
         if placements is None:
             return None
-        length = self._length(placements)
-        room = usable(self.budget_bytes) - placements.alive_bytes(length)
-        like = placements.fastest(room, length, placements.group(self._allowed.leanest), samples=self.ahead.cut_samples)
-        if like is None:
-            return None
-        known = {pair for plan in self._knowledge.seen for pair in plan.storage.items()}
+        lean = self._likeliest_lean(placements)
+        alike = [plan for plan in self._knowledge.seen if plan.precision == lean.precision]
+        known = {pair for plan in alike for pair in plan.storage.items()}
         for storage in between:
-            saved = [name for name in space.recomputable if like.storage_of(name) is space.storages[0]]
-            if unknown := [name for name in saved if (name, storage) not in known]:
-                return self.tracing(like.changed(storage={**like.storage, **dict.fromkeys(unknown, storage)}))
+            told = storage, next(iter(lean.precision.values()))
+            if self._traced_between[told] == _BETWEEN:
+                continue
+            own = {name: storage for name in space.recomputable if (name, storage) in known}
+            like = _with(lean, own, storage)
+            # Only upper bounds are known of what units keep that no traced plan saves; and what is kept last is freed
+            # first.
+            others = [name for name in reversed(space.recomputable) if name not in own]
+            others.sort(key=lambda name: (name, space.storages[0]) not in known)
+            names = self._with_room(like, others, storage, placements)
+            if untried := self.trials.next(storage, names):
+                return Shadowing(like, [_with(like, untried, storage)])
+            if good := [name for name in names if self.trials.suits(name, storage)]:
+                self._traced_between[told] += 1
+                return self.tracing(_with(like, good, storage))
         return None
+
+    def _likeliest_lean(self, placements: Placements) -> Plan:
+        """Return the leanest plan with the k and the commonest precision of the plan that would be chosen now."""
+        length, room = self._length(placements), usable(self.budget_bytes)
+        found = placements.fastest(room, length, samples=self.ahead.cut_samples) or self._allowed.leanest
+        (precision, _), *_ = Counter(found.precision.values()).most_common(1)
+        return self._allowed.plan(found.accumulation_steps, precision, lean=True)
+
+    def _with_room(self, like: Plan, names: Sequence[str], storage: Storage, placements: Placements) -> Sequence[str]:
+        """Return the first units of those that may have a storage, as many as could be saved in a plan's place.
+
+        Args:
+            like: The plan.
+            names: The units.
+            storage: The storage.
+            placements: The plans whose peaks are predicted.
+        """
+        space, length = self._allowed.space, self._length(placements)
+        names = [name for name in names if storage in space.storages_of(name)]
+        room = usable(self.budget_bytes) - placements.alive_bytes(length)
+
+        def exceeds(count: int) -> bool:
+            saving = _with(like, names[:count], space.storages[0])
+            return placements.peak_bytes(saving, length, self.ahead.cut_samples) > room
+
+        return names[: bisect_left(range(1, len(names) + 1), True, key=exceeds)]
 
     def _fuller(self) -> Use | None:
         """Return a traced step under the fastest plan that is predicted to fit; ``None`` after enough of them.
@@ -441,3 +487,8 @@ class Lessons:
     def _length(self, placements: Placements) -> float:
         size = self.ahead.largest_bytes
         return size * self._knowledge.handed.ahead(size) / placements.profile.tables[0].batch_bytes
+
+
+def _with(plan: Plan, names: Iterable[str], storage: Storage) -> Plan:
+    """Return a plan with another storage in some units."""
+    return plan.changed(storage={**plan.storage, **dict.fromkeys(names, storage)})

@@ -490,12 +490,12 @@ class Knowledge:
             _in_order(one, order, places[calls])
             for calls, traces in self._kinds.items()
             for one in traces.values()
-            if one.plan.accumulation_steps in ks
+            if one.plan.accumulation_steps in ks and _has_storages(space, one.plan)
         ]
         if not seen:
             return None
         logs = [math.log(max(size, 1)) for size in self._batch_bytes]
-        return live_profile(
+        profile = live_profile(
             self._attached.name,
             str(self._attached.device),
             space,
@@ -503,12 +503,14 @@ class Knowledge:
             [
                 replace(one, calls=order, seconds=moved_seconds(one.seconds, places[one.calls]))
                 for one in self.timed
-                if one.calls in places
+                if one.calls in places and _has_storages(space, one.plan)
             ],
             batch_size=max(batch_size, 1),
             length_spread=statistics.pstdev(logs) if len(logs) > 1 else 0.0,
             growth=self.growth.within,
         )
+        # Units of one kind share what was seen.
+        return profile.locking(space.locked)
 
     def _order(self, *others: Calls) -> Calls:
         """Return the calls of all kinds of steps, and of others, in one order; none if there is no such order."""
@@ -576,6 +578,11 @@ class Knowledge:
             # Memory that the loop itself has allocated since the prediction is not due to the plan.
             measured = self.latest_peak - max(self._static - expected.static_bytes, 0)
             self.scores.append(Score(predicted_bytes=int(expected.peak_bytes), measured_bytes=measured))
+
+
+def _has_storages(space: PlanSpace, plan: Plan) -> bool:
+    """Return whether a space has the approximate storages of a plan, each in its unit."""
+    return all(one in space.storages_of(name) for name, one in plan.storage.items() if one.approximates)
 
 
 def _in_order(trace: LiveTrace, order: Calls, places: Sequence[int]) -> LiveTrace:

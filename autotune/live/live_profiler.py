@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from autotune.choices import DEFAULT_STORAGES
 from autotune.cost_model.profile import Profile
-from autotune.live.allowed_plans import AllowedPlans, K, tried_choice
+from autotune.live.allowed_plans import AllowedPlans, K, tried_choice, tried_storages
 from autotune.live.attached import Attached, Step, StepAhead
 from autotune.live.lessons import TIMED_EACH, TRACES, Lessons
 from autotune.live.live_knowledge import RENEWED_AFTER, Knowledge
@@ -25,9 +26,16 @@ from autotune.mechanics import devices
 from autotune.mechanics.controls import has_16_bit_parameters
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.step_trace import TURN, Phase, StepTrace, rest_of, seconds_by_place
-from autotune.plan import Plan, PlanSpace
+from autotune.plan import Plan, PlanSpace, Storage
 from autotune.profiling.memory_scaling import Growth
-from autotune.profiling.trial_passes import AUTOCAST_TOLERANCE, FP32_TOLERANCE, Outcome, k_lock, precision_lock
+from autotune.profiling.trial_passes import (
+    AUTOCAST_TOLERANCE,
+    FP32_TOLERANCE,
+    Outcome,
+    k_lock,
+    precision_lock,
+    storage_lock,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -212,11 +220,11 @@ class LiveProfiler:
         return self.knowledge.traced_bytes(plan, 0) >= size
 
     def try_again(self, plan: Plan, other: Plan) -> None:
-        """Try the next step's batch in trial passes with pieces of another size.
+        """Try the next step's batch in trial passes with pieces of another size, or with approximate storages.
 
         Args:
             plan: The plan that the step runs under.
-            other: The plan with other pieces.
+            other: The plan of the trial passes.
         """
         self._use = Shadowing(plan, [other])
 
@@ -342,6 +350,9 @@ class LiveProfiler:
         rounds = self.probes.autocast is not None or has_16_bit_parameters(self._attached.model)
         for plan, outcome in zip(self.shadows[1:], outcomes[1:], strict=True):
             choice = tried_choice(plan, self.shadows[0])
+            if isinstance(choice, Storage):
+                self._judge(choice, plan, storage_lock(reference, outcome, self._units))
+                continue
             if choice == K:
                 exact = not rounds and plan.precision == first.precision
                 reason = k_lock(reference, outcome, FP32_TOLERANCE if exact else AUTOCAST_TOLERANCE)
@@ -357,7 +368,31 @@ class LiveProfiler:
             reason: Why the passes are not run.
         """
         for plan in self.shadows[1:]:
-            self.lock(tried_choice(plan, self.shadows[0]), reason)
+            choice = tried_choice(plan, self.shadows[0])
+            if isinstance(choice, Storage):
+                self._allowed.lock_choice(choice, self.space.recomputable, reason)
+            else:
+                self.lock(choice, reason)
+
+    @property
+    def _units(self) -> dict[str, nn.Module]:
+        return {unit.name: self._attached.model.get_submodule(unit.name) for unit in self.space.units}
+
+    def _judge(self, storage: Storage, plan: Plan, reason: str | None) -> None:
+        """Take the result of trial passes under an approximate storage.
+
+        Args:
+            storage: The storage.
+            plan: The plan of the passes.
+            reason: What speaks against it; ``None`` for nothing.
+        """
+        tried = tried_storages(plan, self.shadows[0])
+        if not self.complete:
+            self._lessons.trials.note(storage, [*tried], reason)
+        elif reason is not None:
+            for one in dict.fromkeys(tried.values()):
+                self._lessons.trials.take_back(one, [name for name, own in tried.items() if own is one], reason)
+            self.rebuild()
 
     def lock(self, what: str, reason: str) -> None:
         """Lock a choice: ``accumulation_steps``, or a precision by its name."""

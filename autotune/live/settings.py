@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import ParamSpec, TypeVar, get_args
 
-from autotune.choices import EXACT_STORAGES
+from autotune.choices import STORAGES
 from autotune.errors import AttachError
 from autotune.job import Batching, LearningRateRule
 from autotune.report_to import LIBRARIES
@@ -28,8 +28,9 @@ class Settings:
             gradient's noise warrants, and ``step()`` returns ``False`` until it has them.
         lr_rule: under adaptive batching, ``linear`` or ``sqrt`` multiply the learning rate of a step by its samples
             over a batch's; ``none`` leaves it.
-        storages: names of storages that plans may choose beside ``save`` and ``recompute``. All are bit-identical:
-            inexact ones are for jobs, whose profile tells how far they put gradients off.
+        storages: names of storages that plans may choose beside ``save`` and ``recompute``. ``selective`` and
+            ``rebuild`` are bit-identical. ``compress8`` and ``compress4`` round activations and need mode ``tolerant``;
+            passes beside some steps show in which units they change no gradient by more than a fifth.
         name: name of the run; ``None`` for the name of the model's class.
         report_to: ``mlflow``, ``tensorboard`` or ``wandb``: a separate process sends the decision log there during the
             run. ``none``: the log is only written.
@@ -57,12 +58,14 @@ class Settings:
         ascending = whole and sorted(set(choices)) == list(choices)
         _require(ascending, "accumulation_choices", self.accumulation_choices, "whole numbers >= 1, ascending")
         object.__setattr__(self, "accumulation_choices", choices)
-        exact = [
-            str(storage) for storage in EXACT_STORAGES if not (storage.needs_accelerator or storage.keeps_gathered)
+        known = [
+            str(storage)
+            for storage in STORAGES
+            if not (storage.needs_accelerator or storage.keeps_gathered or storage.compile_budget)
         ]
         named = isinstance(self.storages, Sequence) and not isinstance(self.storages, str)
-        good = named and all(one in exact for one in self.storages)
-        _require(good, "storages", self.storages, f"some of {', '.join(exact)}")
+        good = named and all(one in known for one in self.storages)
+        _require(good, "storages", self.storages, f"some of {', '.join(known)}")
         object.__setattr__(self, "storages", tuple(self.storages))
         _require(self.batching in get_args(Batching), "batching", self.batching, ", ".join(get_args(Batching)))
         rules = get_args(LearningRateRule)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from autotune.live.agreement import LOCKED_ELSEWHERE, Needs
 from autotune.live.attached import StepAhead
-from autotune.live.cut_trials import CutTrials
+from autotune.live.late_trials import LateTrials
 from autotune.live.limits import Stage
 from autotune.live.live_run import LiveRun
 from autotune.live.phases import Unprofiled
@@ -28,7 +28,7 @@ class StepPlans:
 
     def __init__(self, run: LiveRun, *, follows: bool) -> None:
         self._run, self._follows = run, follows
-        self._cut_trials = CutTrials()
+        self._cut_trials, self._storage_trials = LateTrials(), LateTrials()
         self.copied_bytes = 0
         # With several ranks: the last step that they planned, the bytes of this rank's batch, and the plan.
         self._together = (-1, 0, run.plan)
@@ -102,8 +102,15 @@ class StepPlans:
             plan = run.phase.baseline
         elif (unseen := self._unseen(plan, ahead)) is not None:
             plan = unseen
-        elif self._cut_trials.due(plan, profiler.space) and (other := self._other_cut(plan, ahead, room)) is not None:
+        elif self._cuts(plan) and self._cut_trials.due() and (other := self._other_cut(plan, ahead, room)) is not None:
             profiler.try_again(plan, other)
+        elif (
+            (exact := self._exactly(plan)) is not None
+            and self._storage_trials.due()
+            and self._fit([plan, exact], ahead, room)
+        ):
+            profiler.try_again(exact, plan)
+            plan = exact
         else:
             profiler.also_watch(plan, ahead)
         return plan
@@ -125,6 +132,27 @@ class StepPlans:
             return True
         return run.least is not None and not run.profiler.knows_leanest(ahead)
 
+    def _cuts(self, plan: Plan) -> bool:
+        """Return whether a plan cuts batches into more pieces than it must, and trial passes can show the effect."""
+        space = self._run.profiler.space
+        # Where fp16 overflows, the step is skipped and nothing can be compared.
+        return (
+            space.k_splits and plan.accumulation_steps > space.accumulation_choices[0] and not plan.needs_loss_scaling
+        )
+
+    def _exactly(self, plan: Plan) -> Plan | None:
+        """Return a plan with the leanest storage in place of approximate ones; ``None`` if it has none."""
+        if not any(storage.approximates for storage in plan.storage.values()):
+            return None
+        lean = self._run.profiler.space.storages[-1]
+        return plan.changed(storage={name: lean if one.approximates else one for name, one in plan.storage.items()})
+
+    def _fit(self, plans: Iterable[Plan], ahead: StepAhead, room: float) -> bool:
+        """Return whether a step fits under each of some plans, beside the copies that restore the model's state."""
+        fits, size = self._run.phase.fits, ahead.largest_bytes
+        left = room - self.copied_bytes
+        return all(fits(one, ahead.as_equal_pieces(size, one.accumulation_steps), left) for one in plans)
+
     def _other_cut(self, plan: Plan, ahead: StepAhead, room: float) -> Plan | None:
         """Return the plan of trial passes that show whether a plan's cut keeps the gradient; ``None`` for none.
 
@@ -135,10 +163,9 @@ class StepPlans:
         coarser = plan.changed(accumulation_steps=max(k // 2, 1), storage=lean)
         finer = plan.changed(accumulation_steps=2 * k)
         # The trial's own plan runs too, beside the copies that restore the model's state.
-        left = room - self.copied_bytes
-        if not run.phase.fits(plan, ahead.as_equal_pieces(ahead.largest_bytes, k), left):
+        if not self._fit([plan], ahead, room):
             return None
-        if run.phase.fits(coarser, ahead.as_equal_pieces(ahead.largest_bytes, coarser.accumulation_steps), left):
+        if self._fit([coarser], ahead, room):
             return coarser
         return finer if k < ahead.samples else None
 

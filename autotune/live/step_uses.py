@@ -12,12 +12,13 @@ from contextlib import ExitStack
 
 from torch import nn
 
+from autotune.live.allowed_plans import tried_storages
 from autotune.live.attached import Attached, StepAhead
 from autotune.live.prediction_scores import Expected
 from autotune.mechanics import devices
 from autotune.mechanics.memory_meter import resident_tensors, storages, tensor_bytes
 from autotune.mechanics.step_trace import Phase, StepTracer, StepWatch
-from autotune.plan import Plan
+from autotune.plan import Plan, Storage
 from autotune.profiling.recompute_probe import UnitProbe
 
 
@@ -61,6 +62,11 @@ class Shadowing(Use):
     def __init__(self, plan: Plan, others: Iterable[Plan]) -> None:
         super().__init__(plan)
         self.plans = (plan, *others)
+
+    @property
+    def storages(self) -> dict[str, Storage]:
+        """The storages that are tried, by unit; none if k and precisions are."""
+        return tried_storages(self.plans[-1], self.plan)
 
 
 class Probing(Use):

@@ -27,6 +27,10 @@ FP32_TOLERANCE = 1e-4
 AUTOCAST_TOLERANCE = 3e-2
 # Largest relative difference of a gradient in 16 bits.
 PRECISION_TOLERANCE = 0.1
+# Largest relative difference of the gradient of a unit with an approximate storage: rounding to four bits causes a
+# tenth in ordinary blocks. A unit whose gradient is a smaller share of the whole is judged as if it had this share.
+STORAGE_TOLERANCE = 0.2
+_LEAST_SHARE = 0.01
 # Largest change of a buffer, as a share of its values, that is due to rounding.
 _ROUNDING = 1e-6
 _COUPLED = "a sample's loss depends on the others of its batch (BatchNorm, contrastive losses, capacities)"
@@ -41,12 +45,14 @@ class Outcome:
         gradients: evenly spaced elements of each parameter's gradient; ``None`` for a parameter without one.
         changes: evenly spaced elements of each tensor of the model that the passes wrote to, before and after them.
         failure: the first exception that a pass raised, as text; ``None`` if none did.
+        owners: for each gradient, the ``id()`` of its parameter.
     """
 
     loss: float
     gradients: Sequence[torch.Tensor | None]
     changes: Mapping[str, Pair]
     failure: str | None = None
+    owners: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -78,7 +84,7 @@ class Attempt:
         except any_error() as error:  # a gradient that cannot be compared must not end the run
             self.failures.append(error.with_traceback(None))
         failure = next((f"{type(error).__name__}: {error}" for error in self.failures), None)
-        return Outcome(float(sum(self.losses)), gradients, self.changes, failure)
+        return Outcome(float(sum(self.losses)), gradients, self.changes, failure, tuple(map(id, parameters)))
 
     @contextmanager
     def undone(self, model: nn.Module, written: Collection[str]) -> Iterator[None]:
@@ -159,6 +165,35 @@ def precision_lock(exact: Outcome, rounded: Outcome) -> str | None:
         return "different parameters get gradients"
     if not difference <= PRECISION_TOLERANCE:
         return f"it changes the gradient by {difference:.1%}; at most {PRECISION_TOLERANCE:.0%} is tolerated"
+    return None
+
+
+def storage_lock(exact: Outcome, approximate: Outcome, units: Mapping[str, nn.Module]) -> str | None:
+    """Return why an approximate storage may not be used; ``None`` if it may.
+
+    Args:
+        exact: outcome of a batch under exact storages.
+        approximate: outcome of the same batch where some units have the approximate one.
+        units: all units, by name; those before the ones that have it are concerned, too.
+    """
+    failure = exact.failure or approximate.failure
+    if failure is not None:
+        return f"it fails: {failure}"
+    if _difference(exact, approximate) is None:
+        return "different parameters get gradients"
+    pairs = {
+        owner: (one, two)
+        for owner, one, two in zip(exact.owners, exact.gradients, approximate.gradients, strict=True)
+        if one is not None and two is not None
+    }
+    least = _LEAST_SHARE**2 * sum(_squared(one) for one, _ in pairs.values())
+    for name, module in {"the model": None, **units}.items():
+        own = pairs.keys() if module is None else pairs.keys() & set(map(id, module.parameters()))
+        size = max(sum(_squared(pairs[owner][0]) for owner in own), least, 1e-300)
+        apart = sum(_squared(_wide(pairs[owner][0]) - _wide(pairs[owner][1])) for owner in own)
+        error = float((apart / size) ** 0.5)
+        if not error <= STORAGE_TOLERANCE:
+            return f"it changes the gradient of {name} by {error:.1%}; at most {STORAGE_TOLERANCE:.0%} is tolerated"
     return None
 
 
