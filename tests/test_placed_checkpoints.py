@@ -531,6 +531,43 @@ def test_accumulated_batches_of_unequal_sizes_are_kept_where_the_budget_allows(
     assert "no plan fits" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [(16, 128, 64), *(pytest.param(one, marks=pytest.mark.slow) for one in ((16, 112), (24, 120, 16, 120)))],
+)
+def test_later_batches_of_a_step_may_always_be_much_larger_than_its_first(sizes: Sequence[int]) -> None:
+    """Everything was recomputed for good, whatever the budget, and each step was traced."""
+
+    def trained(budget: int | None, plans: Sequence[Plan]) -> tuple[list[int], list[Plan]]:
+        model, generator, peaks, used = gpt(), torch.Generator().manual_seed(1), [], []
+        optimizer, tuner = torch.optim.AdamW(model.parameters(), 1e-3), None
+        if budget is not None:
+            tuner = autotune.checkpoint(model, budget, optimizer=optimizer, accumulation_steps=len(sizes))
+        for number in range(40):
+            if tuner is None:
+                controls.apply(model, plans[number % len(plans)])
+            meter = MemoryMeter(torch.device("cpu"))
+            with contextlib.nullcontext() if tuner else meter.metering(resident_tensors(model, optimizer, [])):
+                for size in sizes:
+                    model(torch.randint(8, (size, 4), generator=generator)).square().mean().backward()
+            used += [tuner.plan] if tuner else []
+            peaks.append(meter.peak_bytes)
+            optimizer.step()
+            optimizer.zero_grad()
+        if tuner is not None:
+            tuner.detach()
+        return peaks, used
+
+    _, (leanest, *_) = trained(1, ())
+    fullest = leanest.changed(storage=dict.fromkeys(leanest.storage, Storage.SAVE))
+    low, high = (max(trained(None, [plan])[0][1:]) for plan in (leanest, fullest))
+    for share, kept in ((0.5, 1), (1.2, len(leanest.recomputed))):
+        budget = int(low + share * (high - low))
+        _, used = trained(budget, ())
+        assert len(leanest.recomputed) - len(used[-1].recomputed) >= kept
+        assert max(trained(None, used)[0][1:]) <= budget
+
+
 @pytest.mark.parametrize(("budget", "times"), [(1.1, 1), (10, 0)])
 def test_passes_outside_of_steps_are_recomputed_unless_the_budget_is_ample(budget: float, times: int) -> None:
     model = gpt()

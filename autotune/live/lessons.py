@@ -57,6 +57,7 @@ class Lessons:
         ahead: The next step.
         budget_bytes: The current memory budget; ``None`` for none.
         trials: The trials of approximate storages.
+        by_size: Whether of the batches that the loop accumulates the largest is traced, and not the first.
 
     Args:
         attached: The run.
@@ -70,7 +71,7 @@ class Lessons:
         self._allowed = allowed
         self._probes = probes
         self._knowledge = knowledge
-        self.trials = StorageTrials(allowed)
+        self.trials, self.by_size = StorageTrials(allowed), False
         self._acts = attached.stage is Stage.ACT
         self._new_shapes = self._late_plans = self._until_late = self._awaited = self._num_untraced = 0
         self._late_every, self._whole_bytes = 1, 0
@@ -248,7 +249,7 @@ class Lessons:
             waits: Whether only a step with more calls of units than usual is of interest.
         """
         names = [unit.name for unit in self._allowed.space.units]
-        return Tracing(plan, self._attached, names, self.ahead, expected, waits=waits)
+        return Tracing(plan, self._attached, names, self.ahead, expected, waits=waits, by_size=self.by_size)
 
     def timing(self, plan: Plan) -> Use:
         """Return a timed step under a plan."""

@@ -50,6 +50,8 @@ _TRACED_AGAIN, _TRACED_AGAIN_AT_MOST = 4, 1023
 _UNREADABLE = 4
 # After more traced steps in a row with more micro-batches than were declared, the run is not profiled.
 _TOO_LONG = 2
+# After so many steps in a row whose later batches are too large for predictions, the largest batch is traced.
+_BEYOND = 3
 # Steps that profiling is held up before a warning.
 _WAITED = 100
 
@@ -91,7 +93,7 @@ class LiveProfiler:
         self._began = False
         # Steps in a row from which nothing could be learnt, since a profiler ran.
         self._waited = 0
-        self._unreadable = 0
+        self._unreadable = self._beyond = 0
         # Declared micro-batches of a traced step that had only one; 0 if there was none.
         self._too_short = 0
         # Traced steps in a row that had more micro-batches than they should have, and the most that one had.
@@ -184,11 +186,12 @@ class LiveProfiler:
         if self._use is not None:
             self._use.run_under(plan)
 
-    def look_at(self, ahead: StepAhead) -> Plan:
+    def look_at(self, ahead: StepAhead, *, beyond: bool) -> Plan:
         """Trace the next step because it is unlike all traced steps.
 
         Args:
             ahead: The step.
+            beyond: Whether no plan's peak can be predicted for it, because its batches are too large.
 
         Returns:
             The plan that it runs under: the one that needs the least memory.
@@ -196,6 +199,12 @@ class LiveProfiler:
         self._lessons.ahead = ahead
         self.knowledge.handed.look()
         plan = self._lessons.leanest
+        self._beyond = self._beyond + 1 if beyond else 0
+        if self._beyond == _BEYOND and self._attached.accumulation_steps > 1 and not self._lessons.by_size:
+            # Steps may always begin with a small batch, which tells little of the later ones.
+            self._lessons.by_size = True
+            self.knowledge.forget()
+            self._begin_again()
         if not _profiler_runs():
             self._use = self._lessons.new_shape(plan)
         return plan

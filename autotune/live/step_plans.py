@@ -95,7 +95,8 @@ class StepPlans:
         if lesson is not None:
             plan = lesson if isinstance(run.phase, Unprofiled) else plan.changed(storage=lesson.storage)
         elif self._is_news(ahead, length):
-            plan = profiler.look_at(ahead)
+            beyond = run.placements is not None and not run.placements.reaches(length)
+            plan = profiler.look_at(ahead, beyond=beyond)
         elif run.profiler.complete and run.acting and not run.agreement.many and run.awaits_calls(ahead.largest_bytes):
             plan = profiler.wait_for_calls(ahead)
         elif run.check.runs_baseline and run.fits(run.phase.baseline, size):

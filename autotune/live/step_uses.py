@@ -159,6 +159,7 @@ class Tracing(Timing):
         ahead: As the attribute.
         expected: As the attribute.
         waits: As the attribute.
+        by_size: Whether of the batches that the loop accumulates the largest is traced, and not the first.
     """
 
     def __init__(
@@ -170,10 +171,12 @@ class Tracing(Timing):
         expected: Expected | None = None,
         *,
         waits: bool = False,
+        by_size: bool = False,
     ) -> None:
         super().__init__(plan, attached, names)
         self.ahead = ahead
         self.waits = waits
+        self._by_size = by_size
         self.expected = expected
         self.tracer: StepTracer | None = None
         self.gradient_bytes = 0
@@ -204,7 +207,7 @@ class Tracing(Timing):
         if seen is not None:
             # A teacher, averaged weights, a library's workspace or a data set may be allocated as well.
             self.static_bytes = max(self.static_bytes, seen.current - self.gradient_bytes - self.ahead.batch_bytes)
-        self.tracer = StepTracer(run.model, self._names, run.device)
+        self.tracer = StepTracer(run.model, self._names, run.device, by_size=self._by_size)
         self.watch = self.tracer.watch
         self.tracer.begin()
 
@@ -212,6 +215,11 @@ class Tracing(Timing):
         """End the trace."""
         if self.tracer is not None:
             self.tracer.end()
+
+    @property
+    def is_of_later(self) -> bool:
+        """Whether a later batch than the first was traced, because it is larger."""
+        return self._by_size and self.watch is not None and self.watch.fullest > 0
 
     def older_bytes(self) -> int:
         """Return bytes that were alive before the step and freed in it, other than the model's and the optimizer's.

@@ -24,7 +24,7 @@ from autotune.mechanics import devices
 from autotune.mechanics.ambient import recorded, transformed
 from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.loop_signals import any_error
-from autotune.mechanics.memory_meter import storages
+from autotune.mechanics.memory_meter import storages, tensor_bytes
 from autotune.mechanics.trees import tensors
 from autotune.mechanics.watching_hooks import WatchingHook, clear_copies, observing_kept, yielding_saved_hooks
 
@@ -83,8 +83,8 @@ class StepTrace:
     """Trace of a step's memory.
 
     Attributes:
-        calls: the units called, in order, in the first micro-batch. If a later one calls more units, that one is traced
-            in its place, and the others are not.
+        calls: the units called, in order, in the first micro-batch that is traced: the fullest one of the watch. Later
+            ones are traced that call the same.
         times: times at which the step moved on to another place, ascending.
         places: those places.
         changes: (time, bytes) of every allocation (> 0) and release (< 0), ascending.
@@ -140,6 +140,7 @@ class StepWatch:
         units: names of the units.
         stamp: function that records the time.
         on_call: function that receives the role, place and tensors of the inputs and of the outputs of each call.
+        by_size: whether, of micro-batches that call as many units, the one is the fullest whose units are handed most.
     """
 
     def __init__(
@@ -148,8 +149,13 @@ class StepWatch:
         units: Iterable[str],
         stamp: Callable[[], Any],
         on_call: Callable[[Literal["input", "output"], Place, Sequence[torch.Tensor]], None] | None = None,
+        *,
+        by_size: bool = False,
     ) -> None:
         self._model = model
+        self._by_size = by_size
+        # Bytes that units were handed in each micro-batch.
+        self._handed: list[int] = []
         self._units = list(units)
         self._stamp = stamp
         self._on_call = on_call
@@ -200,14 +206,19 @@ class StepWatch:
 
     @property
     def fullest(self) -> int:
-        """Return the number of the micro-batch that calls most units; of equal ones, the first."""
-        return max(range(len(self.calls)), key=lambda number: len(self.calls[number]), default=0)
+        """Return the number of the micro-batch that calls most units; of equal ones, the first or the largest."""
+        return self.fullest_of(range(len(self.calls)))
+
+    def fullest_of(self, numbers: Iterable[int]) -> int:
+        """Return the fullest of some micro-batches; 0 for none."""
+        return max(numbers, key=lambda n: (len(self.calls[n]), self._handed[n] * self._by_size), default=0)
 
     def begin(self, phase: Phase) -> None:
         """Begin a micro-batch's forward or backward pass, or the update after it."""
         if phase == "forward":
             self.thread = threading.get_ident()
             self.calls.append([])
+            self._handed.append(0)
             self._go(Place(len(self.calls) - 1, phase, 0))
         elif not self.calls:
             # Without a forward pass there is no step.
@@ -269,6 +280,8 @@ class StepWatch:
 
     def _see(self, role: Literal["input", "output"], call: int, tree: Any, given: Any) -> None:
         found = tensors(tree)
+        if role == "input" and self._by_size:
+            self._handed[-1] += tensor_bytes(found)
         if self._on_call is not None:
             self._on_call(role, self.place, found)
         inside, before = 2 * call + 1, 2 * call
@@ -394,16 +407,17 @@ class StepTracer:
         model: the model.
         units: names of the units.
         device: device whose memory is traced.
+        by_size: as for :class:`StepWatch`.
     """
 
     _STEP, _MARK = "autotune.step", "autotune.step_trace"
 
-    def __init__(self, model: nn.Module, units: Iterable[str], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, units: Iterable[str], device: torch.device, *, by_size: bool = False) -> None:
         self._device = device
         self._stamp = devices.stamp_for(device)
-        # The sightings in the micro-batch that calls most units so far, and in the running one.
+        # The sightings in the fullest micro-batch so far, and in the running one.
         self._seen: dict[int, list[tuple[Literal["input", "output", "saved"], Place, int, int]]] = {}
-        self.watch = StepWatch(model, units, self._mark, self._note)
+        self.watch = StepWatch(model, units, self._mark, self._note, by_size=by_size)
         self.trace: StepTrace | None = None
         self._hooks = ExitStack()
 
@@ -467,8 +481,8 @@ class StepTracer:
     def _sightings(self, place: Place) -> list[tuple[Literal["input", "output", "saved"], Place, int, int]]:
         """Return the sightings in a place's micro-batch."""
         if place.micro_batch not in self._seen:
-            fullest = max(self._seen, key=lambda number: len(self.watch.calls[number]), default=None)
-            self._seen = {} if fullest is None else {fullest: self._seen[fullest]}
+            fullest = self.watch.fullest_of(self._seen)
+            self._seen = {fullest: self._seen[fullest]} if self._seen else {}
         return self._seen.setdefault(place.micro_batch, [])
 
     def _keep(self, kept: Iterable[torch.Tensor]) -> None:
@@ -523,7 +537,7 @@ class StepTracer:
             changes: time, bytes and address of every allocation (> 0) and release (< 0), ascending.
         """
         chosen = self.watch.fullest
-        places = tuple(_counted_from(chosen, place) for place in self.watch.places)
+        places = tuple(map(self._counted, self.watch.places))
         if len(marks) != len(places):
             raise ValueError("a part of the step ran in another thread than the step, where its memory is not seen")
         blocks, older = _blocks(changes)
@@ -541,7 +555,7 @@ class StepTracer:
             sightings=tuple(
                 Sighting(
                     role,
-                    _counted_from(chosen, place),
+                    self._counted(place),
                     first_backward if role == "saved" else _after(marks, mark, role),
                     address,
                 )
@@ -549,12 +563,14 @@ class StepTracer:
             ),
         )
 
-
-def _counted_from(chosen: int, place: Place) -> Place:
-    """Return a place of a step of which, if it is not the first one, a certain micro-batch alone is traced."""
-    if not chosen:
-        return place
-    return Place(0, place.phase, place.segment) if place.micro_batch == chosen else Place(-1, "update", -1)
+    def _counted(self, place: Place) -> Place:
+        """Return a place, counted from the fullest micro-batch on; of the others, those count that call the same."""
+        chosen, calls = self.watch.fullest, self.watch.calls
+        if not chosen:
+            return place
+        if place.micro_batch < chosen or calls[place.micro_batch] != calls[chosen]:
+            return Place(-1, "update", -1)
+        return Place(place.micro_batch - chosen, place.phase, place.segment)
 
 
 def _after(marks: Sequence[float], mark: int, role: str) -> float:
