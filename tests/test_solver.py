@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autotune.agents.planner import close_plans, densest_plan, greedy_plan, offering
 from autotune.agents.search_methods import METHODS
-from autotune.choices import DEFAULT_STORAGES, STORAGES
+from autotune.choices import COMPILED_STORAGES, DEFAULT_STORAGES, STORAGES
 from autotune.cost_model import choice_program
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import Weights
@@ -239,17 +239,21 @@ def test_the_fastest_uniform_plan_is_the_best_of_all_uniform_plans_that_fit(seed
         assert seconds[found.plan] == min(seconds.values())
 
 
-def test_a_uniform_plan_that_predictions_cannot_tell_from_the_optimum_is_measured_too():
-    compared = 0
-    for seed in range(12):
+def test_uniform_plans_that_may_be_as_fast_as_the_optimum_are_measured_too():
+    """Times of compiled units rest on few steps, so that their uniform plans may be farther from the optimum."""
+    compared = [0, 0]
+    for seed in range(8):
         profile = drawn(seed, 6, storages=STORAGES)
-        budget = int(0.4 * peak_bytes(profile, profile.space.baseline()))
-        best, uniform = solve(profile, budget), fastest_uniform(profile, budget)
-        if uniform is not None and uniform.plan != best.plan:
-            near = uniform.objective <= 1.1 * best.objective
-            assert (uniform.plan in close_plans(profile, budget, Goal())[:3]) == near
-            compared += near
-    assert compared > 2
+        budget = int(0.6 * peak_bytes(profile, profile.space.baseline()))
+        best, close = solve(profile, budget), close_plans(profile, budget, Goal())[:4]
+        for which, storages in enumerate((STORAGES, COMPILED_STORAGES)):
+            found = fastest_uniform(profile, budget, storages=storages)
+            if found is not None and found.plan != best.plan:
+                compiled = {*found.plan.storage.values()} <= {*COMPILED_STORAGES}
+                near = found.objective <= (1.25 if compiled else 1.1) * best.objective
+                assert (found.plan in close) == near
+                compared[which] += near
+    assert min(compared) > 2
 
 
 def test_unknown_noise_scale_does_not_make_large_batches_look_free():

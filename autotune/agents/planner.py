@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from autotune.agents.policies import POLICIES, planning_policy
 from autotune.budget import format_bytes
-from autotune.choices import DEFAULT_STORAGES, Precision, Storage
+from autotune.choices import DEFAULT_STORAGES, HASTENING_STORAGES, Precision, Storage
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import optimal_accumulation
 from autotune.cost_model.profile import Profile, choice_name
@@ -20,14 +20,17 @@ from autotune.plan import Plan
 # Relative differences up to this size between predictions for different k are unreliable, because each k is profiled
 # separately. Measuring one more plan costs eight steps; missing the best plan slows the whole run.
 _CLOSE_FRAC = 0.1
+# The same for a uniform plan of compiled units, whose times rest on few steps, against a mixed plan, which is the best
+# of very many by predicted times.
+_HASTENING_FRAC = 0.25
 
 
 def close_plans(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[Plan]:
     """Return the exact optimum and the plans that predictions cannot distinguish from it.
 
     The optimum with ``save`` and ``recompute`` alone comes second, if it is among them: measuring it, too, makes sure
-    that further storages never slow a run down. The fastest uniform plan comes next, since errors of predicted times
-    flatter mixed plans.
+    that further storages never slow a run down. The fastest uniform plan comes next, and the fastest one of compiled
+    units, since errors of predicted times flatter mixed plans.
 
     Args:
         profile: the profile of the job.
@@ -37,14 +40,17 @@ def close_plans(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[
     Raises:
         BudgetError: if no plan fits; the message gives the smallest feasible budget.
     """
-    solutions = solve_each(profile, budget_bytes, goal)
-    limit = solutions[0].objective * (1 + max(_CLOSE_FRAC, profile.noise_frac))
-    uniform = fastest_uniform(profile, budget_bytes, goal)
-    solutions[1:1] = [] if uniform is None else [uniform]
+    best, *others = solve_each(profile, budget_bytes, goal)
+    frac = max(_CLOSE_FRAC, profile.noise_frac)
+    beside = [(fastest_uniform(profile, budget_bytes, goal), frac)]
     if len(profile.space.storages) > len(DEFAULT_STORAGES):
         with contextlib.suppress(BudgetError):
-            solutions[1:1] = solve_each(offering(profile, DEFAULT_STORAGES), budget_bytes, goal)[:1]
-    return list(dict.fromkeys(solution.plan for solution in solutions if solution.objective <= limit))
+            beside.insert(0, (solve_each(offering(profile, DEFAULT_STORAGES), budget_bytes, goal)[0], frac))
+        hastening = fastest_uniform(profile, budget_bytes, goal, HASTENING_STORAGES)
+        beside.append((hastening, max(_HASTENING_FRAC, frac)))
+    beside += [(one, frac) for one in others]
+    close = [one.plan for one, apart in beside if one is not None and one.objective <= best.objective * (1 + apart)]
+    return list(dict.fromkeys([best.plan, *close]))
 
 
 def offering(profile: Profile, storages: Sequence[Storage]) -> Profile:

@@ -28,7 +28,7 @@ OURS: Mapping[str, Sequence[Storage]] = {
     "ours:all": STORAGES,
 }
 # Number of the solver's plans that are tried for each budget: planners measure their best few.
-_FINALISTS = 3
+_FINALISTS = 4
 # Timed steps that choose an arm, after the step that compiles, the metered one and an untimed one; and those of each
 # window.
 _SURVEY_STEPS, WINDOW_STEPS = 4, 3

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autotune.budget import format_bytes
+from autotune.choices import STORAGES
 from autotune.cost_model.choice_program import MIB, ChoiceProgram
 from autotune.cost_model.goodput import efficiency
 from autotune.cost_model.memory_model import peak_bytes
@@ -88,16 +90,28 @@ def solve_each(profile: Profile, budget_bytes: int | None = None, goal: Goal | N
     return sorted(found, key=lambda solution: solution.objective)
 
 
-def fastest_uniform(profile: Profile, budget_bytes: int | None = None, goal: Goal | None = None) -> Solution | None:
+def fastest_uniform(
+    profile: Profile,
+    budget_bytes: int | None = None,
+    goal: Goal | None = None,
+    storages: Sequence[Storage] = STORAGES,
+) -> Solution | None:
     """Return the best fitting plan with one precision and one storage for all units; ``None`` if none fits.
 
     A mixed plan is the best of very many, and so gains from errors of predicted times; a uniform one hardly does.
+
+    Args:
+        profile: the profile.
+        budget_bytes: memory budget; ``None`` for none.
+        goal: the objective; ``None`` for time alone.
+        storages: the storages to choose from.
     """
     goal, space = goal or Goal(), profile.space
     usable = math.inf if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
     plans = {
         space.plan(accumulation_steps=k, precision=precision, storage=storage)
         for k, precision, storage in itertools.product(profile.accumulation_choices, space.precisions, space.storages)
+        if storage in storages
     }
     found = []
     for plan in plans:

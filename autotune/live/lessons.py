@@ -348,7 +348,8 @@ class Lessons:
         known = {pair for plan in alike for pair in plan.storage.items()}
         for storage in between:
             told = storage, next(iter(lean.precision.values()))
-            if self._traced_between[told] == _BETWEEN:
+            if self._traced_between[told] == _BETWEEN or (storage.approximates and lean.needs_loss_scaling):
+                # Where fp16 overflows, gradients cannot be compared.
                 continue
             own = {name: storage for name in space.recomputable if (name, storage) in known}
             like = _with(lean, own, storage)

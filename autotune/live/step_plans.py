@@ -103,6 +103,9 @@ class StepPlans:
             plan = run.phase.baseline
         elif (unseen := self._unseen(plan, ahead)) is not None:
             plan = unseen
+        elif plan.needs_loss_scaling:
+            # Where fp16 overflows, the step is skipped, and passes beside it could not be compared.
+            profiler.also_watch(plan, ahead)
         elif self._cuts(plan) and self._cut_trials.due() and (other := self._other_cut(plan, ahead, room)) is not None:
             profiler.try_again(plan, other)
         elif (
@@ -134,12 +137,9 @@ class StepPlans:
         return run.least is not None and not run.profiler.knows_leanest(ahead)
 
     def _cuts(self, plan: Plan) -> bool:
-        """Return whether a plan cuts batches into more pieces than it must, and trial passes can show the effect."""
+        """Return whether a plan cuts batches into more pieces than it must."""
         space = self._run.profiler.space
-        # Where fp16 overflows, the step is skipped and nothing can be compared.
-        return (
-            space.k_splits and plan.accumulation_steps > space.accumulation_choices[0] and not plan.needs_loss_scaling
-        )
+        return space.k_splits and plan.accumulation_steps > space.accumulation_choices[0]
 
     def _exactly(self, plan: Plan) -> Plan | None:
         """Return a plan with the leanest storage in place of approximate ones; ``None`` if it has none."""
