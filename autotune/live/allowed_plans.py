@@ -27,6 +27,8 @@ class AllowedPlans:
     def __init__(self, space: PlanSpace) -> None:
         self.space = space
         self.locks: dict[str, str] = {}
+        # The units in which a storage is locked.
+        self._without: dict[Storage, dict[str, None]] = {}
 
     def plan(self, k: int, precision: Precision, *, lean: bool) -> Plan:
         """Return the plan with one precision everywhere.
@@ -59,13 +61,13 @@ class AllowedPlans:
         Args:
             storage: The storage; neither the first nor the last of the space.
             names: The units.
-            reason: Why.
+            reason: Why; of several reasons, the last is told.
         """
         self.space = self.space.locking({name: (str(storage),) for name in names})
-        others = self.locks.get(str(storage), "")
-        some = [*names[:_NAMED], *([f"{len(names) - _NAMED} others"] if len(names) > _NAMED else [])]
-        where = f"in {', '.join(some)}: " if storage in self.space.storages else ""
-        self.locks[str(storage)] = "; ".join(filter(None, [others, f"{where}{reason}"]))
+        known = self._without.setdefault(storage, {})
+        known.update(dict.fromkeys(names))
+        some = [*known][:_NAMED] + ([f"{len(known) - _NAMED} others"] if len(known) > _NAMED else [])
+        self.locks[str(storage)] = f"in {' and '.join(filter(None, [', '.join(some[:-1]), some[-1]]))}: {reason}"
 
     def lock_storage(self, reasons: Mapping[str, str]) -> None:
         """Lock the storage of units, which are then not recomputed.

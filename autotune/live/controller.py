@@ -64,6 +64,7 @@ class Controller:
         self._signature = Signature((), (0, 0))
         self._probe: GradientProbe | None = None
         run.budget.read_device(run.fragments)
+        self._closed = False
 
     def begin_again(self, attached: Attached) -> None:
         """Learn the run from the beginning, between two steps, because it is not as it was attached to.
@@ -172,7 +173,9 @@ class Controller:
             with run.calls.aside(), run.switcher.trying(plan) as failures:
                 yield failures
         finally:
-            run.switcher.apply(run.plan)
+            # The loop's body may have detached the tuner.
+            if not self._closed:
+                run.switcher.apply(run.plan)
 
     def take_shadows(self, outcomes: Sequence[Outcome], *, copied_bytes: int, ran_out: bool) -> None:
         """Evaluate the trial passes; a choice that fails on one rank is locked on all.
@@ -185,7 +188,8 @@ class Controller:
         """
         run = self.run
         if not devices.is_accelerator(run.attached.device):
-            self._plans.copied_bytes = copied_bytes
+            run.profiler.note_copies(copied_bytes)
+        known = run.profiler.locks.get("accumulation_steps")
         if ran_out and run.profiler.puts_off_shadows():
             return
         run.profiler.take_shadows(outcomes)
@@ -193,7 +197,7 @@ class Controller:
         for name in run.agreement.locked_elsewhere(names, run.profiler.locks):
             run.profiler.lock(name, LOCKED_ELSEWHERE)
         k, reason = run.profiler.space.accumulation_choices[0], run.profiler.locks.get("accumulation_steps")
-        if reason is None:
+        if reason is None or reason == known:
             return
         if isinstance(run.phase, Profiled):
             logger.warning("step %d: batches are not cut any more: %s", run.step, reason)
@@ -367,7 +371,7 @@ class Controller:
 
     def close(self) -> None:
         """Leave the model as it was found."""
-        run = self.run
+        run, self._closed = self.run, True
         run.times.close()
         self.abandon_step()
         run.switcher.remove()

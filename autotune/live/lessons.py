@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from autotune.live.allowed_plans import AllowedPlans, K
-from autotune.live.asked_budget import BudgetFunction
+from autotune.live.asked_budget import BudgetFunction, Size
 from autotune.live.attached import Attached, StepAhead
 from autotune.live.limits import Stage
 from autotune.live.live_knowledge import Knowledge
@@ -22,6 +22,8 @@ from autotune.live.prediction_scores import Expected
 from autotune.live.probe_results import ProbeResults
 from autotune.live.step_uses import Probing, Shadowing, Timing, Tracing, Use
 from autotune.live.storage_trials import StorageTrials
+from autotune.mechanics import devices
+from autotune.mechanics.memory_meter import tensor_bytes
 from autotune.plan import Plan, Precision, Storage
 from autotune.profiling.step_signature import Signature
 
@@ -29,6 +31,8 @@ from autotune.profiling.step_signature import Signature
 TRACES = 4
 # Timed steps of one plan.
 TIMED_EACH = 3
+# A constant budget of so many times what saving needs has no use for other storages.
+_AMPLE = 2
 # Traced steps that show one of the storages between saving and recomputing.
 _BETWEEN = 4
 # Attempts at traced steps: a step that shows nothing (an epoch's last, short one) is repeated.
@@ -58,6 +62,7 @@ class Lessons:
         budget_bytes: The current memory budget; ``None`` for none.
         trials: The trials of approximate storages.
         by_size: Whether of the batches that the loop accumulates the largest is traced, and not the first.
+        copied_bytes: Bytes that trial passes need on the device beside their plan: copies of what the model writes to.
 
     Args:
         attached: The run.
@@ -72,6 +77,8 @@ class Lessons:
         self._probes = probes
         self._knowledge = knowledge
         self.trials, self.by_size = StorageTrials(allowed), False
+        # Until passes have shown it, every buffer may be written to.
+        self.copied_bytes = 0 if devices.is_accelerator(attached.device) else tensor_bytes(attached.model.buffers())
         self._acts = attached.stage is Stage.ACT
         self._new_shapes = self._late_plans = self._until_late = self._awaited = self._num_untraced = 0
         self._late_every, self._whole_bytes = 1, 0
@@ -336,14 +343,17 @@ class Lessons:
 
         Returns:
             The use: a traced step, or one with trial passes if the storage is approximate; ``None`` if all that has
-            room is known, or after enough steps.
+            room is known, after enough steps, and where saving leaves much room.
         """
         space = self._allowed.space
         between = [one for one in space.storages[1:] if not one.recomputes]
         placements = self._placements() if between else None
         if placements is None:
             return None
-        lean = self._likeliest_lean(placements)
+        lean, length = self._likeliest_lean(placements), self._length(placements)
+        fullest = placements.peak_bytes(_with(lean, space.recomputable, space.storages[0]), length)
+        if isinstance(self._attached.budget, Size) and _AMPLE * fullest <= usable(self.budget_bytes):
+            return None
         alike = [plan for plan in self._knowledge.seen if plan.precision == lean.precision]
         known = {pair for plan in alike for pair in plan.storage.items()}
         for storage in between:
@@ -351,7 +361,7 @@ class Lessons:
             if self._traced_between[told] == _BETWEEN or (storage.approximates and lean.needs_loss_scaling):
                 # Where fp16 overflows, gradients cannot be compared.
                 continue
-            own = {name: storage for name in space.recomputable if (name, storage) in known}
+            own = [n for n in space.recomputable if (n, storage) in known and self.trials.suits(n, storage)]
             like = _with(lean, own, storage)
             # Only upper bounds are known of what units keep that no traced plan saves; and what is kept last is freed
             # first.
@@ -359,7 +369,7 @@ class Lessons:
             others.sort(key=lambda name: (name, space.storages[0]) not in known)
             names = self._with_room(like, others, storage, placements)
             if untried := self.trials.next(storage, names):
-                return Shadowing(like, [_with(like, untried, storage)])
+                return Shadowing(lean, [_with(lean, untried, storage)])
             if good := [name for name in names if self.trials.suits(name, storage)]:
                 self._traced_between[told] += 1
                 return self.tracing(_with(like, good, storage))
@@ -384,6 +394,7 @@ class Lessons:
         space, length = self._allowed.space, self._length(placements)
         names = [name for name in names if storage in space.storages_of(name)]
         room = usable(self.budget_bytes) - placements.alive_bytes(length)
+        room -= self.copied_bytes * storage.approximates
 
         def exceeds(count: int) -> bool:
             saving = _with(like, names[:count], space.storages[0])

@@ -512,7 +512,7 @@ class Knowledge:
             length_spread=statistics.pstdev(logs) if len(logs) > 1 else 0.0,
             growth=self.growth.within,
         )
-        # Units of one kind share what was seen.
+        # A traced step may have had a storage in units in which it is locked now.
         return profile.locking(space.locked)
 
     def _order(self, *others: Calls) -> Calls:
@@ -584,8 +584,8 @@ class Knowledge:
 
 
 def _has_storages(space: PlanSpace, plan: Plan) -> bool:
-    """Return whether a space has the approximate storages of a plan, each in its unit."""
-    return all(one in space.storages_of(name) for name, one in plan.storage.items() if one.approximates)
+    """Return whether a space has the approximate storages of a plan, if only in other units."""
+    return all(one in space.storages for one in plan.storage.values() if one.approximates)
 
 
 def _in_order(trace: LiveTrace, order: Calls, places: Sequence[int]) -> LiveTrace:

@@ -22,6 +22,7 @@ from autotune.live.lessons import TIMED_EACH, TRACES, Lessons
 from autotune.live.live_knowledge import RENEWED_AFTER, Knowledge
 from autotune.live.probe_results import ProbeResults
 from autotune.live.step_uses import Probing, Shadowing, Timing, Tracing, Use
+from autotune.live.storage_trials import Group
 from autotune.mechanics import devices
 from autotune.mechanics.controls import has_16_bit_parameters
 from autotune.mechanics.loop_signals import any_error
@@ -79,6 +80,8 @@ class LiveProfiler:
         self._allowed = AllowedPlans(attached.space)
         self._allowed.lock_storage(_scripted(attached))
         self.profile: Profile | None = None
+        # The plans that were allowed when it was made.
+        self._profiled = attached.space
         self.complete = False
         unusable = devices.unusable(attached.device)
         self.failed: str | None = unusable if attached.space.units else "the model has no units"
@@ -360,7 +363,9 @@ class LiveProfiler:
         for plan, outcome in zip(self.shadows[1:], outcomes[1:], strict=True):
             choice = tried_choice(plan, self.shadows[0])
             if isinstance(choice, Storage):
-                self._judge(choice, plan, storage_lock(reference, outcome, self._units))
+                if reference.is_finite:
+                    self._judge(choice, plan, storage_lock(reference, outcome, self._units))
+                    self._leave_out_storages()
                 continue
             if choice == K:
                 exact = not rounds and plan.precision == first.precision
@@ -396,12 +401,30 @@ class LiveProfiler:
             reason: What speaks against it; ``None`` for nothing.
         """
         tried = tried_storages(plan, self.shadows[0])
-        if not self.complete:
+        if self.complete:
+            self._lessons.trials.note_late(tried, reason)
+        else:
             self._lessons.trials.note(storage, [*tried], reason)
-        elif reason is not None:
-            for one in dict.fromkeys(tried.values()):
-                self._lessons.trials.take_back(one, [name for name, own in tried.items() if own is one], reason)
+
+    def doubted(self) -> Group | None:
+        """Return what is to be tried in the next step because a late trial has failed; ``None`` if none has."""
+        found = self._lessons.trials.doubted()
+        self._leave_out_storages()
+        return found
+
+    def _leave_out_storages(self) -> None:
+        """Make the profile again if storages were locked since it was made."""
+        if self.complete and self._profiled is not self._allowed.space:
             self.rebuild()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that trial passes need on the device beside their plan."""
+        return self._lessons.copied_bytes
+
+    def note_copies(self, num_bytes: int) -> None:
+        """Record the bytes of copies that trial passes have made on the device."""
+        self._lessons.copied_bytes = num_bytes
 
     def lock(self, what: str, reason: str) -> None:
         """Lock a choice: ``accumulation_steps``, or a precision by its name."""
@@ -436,7 +459,8 @@ class LiveProfiler:
 
     def rebuild(self) -> Profile | None:
         """Rebuild the profile from all recorded steps; return ``None`` if no step was traced."""
-        profile = self.knowledge.profile(self._allowed.space, self._lessons.ahead.samples)
+        self._profiled = self._allowed.space
+        profile = self.knowledge.profile(self._profiled, self._lessons.ahead.samples)
         if profile is not None:
             self.profile = profile
         return profile

@@ -12,6 +12,7 @@ from autotune.live.limits import Stage
 from autotune.live.live_run import LiveRun
 from autotune.live.phases import Unprofiled
 from autotune.live.placement import usable
+from autotune.live.storage_trials import Group
 from autotune.plan import Plan, Storage
 
 
@@ -19,8 +20,6 @@ class StepPlans:
     """Chooses the plan of each step.
 
     Attributes:
-        copied_bytes: Bytes that trial passes need on the device beside their plan.
-
     Args:
         run: The run.
         follows: Whether each batch may get another plan than the decided one.
@@ -29,7 +28,6 @@ class StepPlans:
     def __init__(self, run: LiveRun, *, follows: bool) -> None:
         self._run, self._follows = run, follows
         self._cut_trials, self._storage_trials = LateTrials(), LateTrials()
-        self.copied_bytes = 0
         # With several ranks: the last step that they planned, the bytes of this rank's batch, and the plan.
         self._together = (-1, 0, run.plan)
         # What this rank had locked when it last told the others.
@@ -101,18 +99,18 @@ class StepPlans:
             plan = profiler.wait_for_calls(ahead)
         elif run.check.runs_baseline and run.fits(run.phase.baseline, size):
             plan = run.phase.baseline
+        elif (exact := self._exactly(plan)) is not plan and (doubted := profiler.doubted()) is not None:
+            plan = self._without_doubts(exact, doubted, ahead, room)
         elif (unseen := self._unseen(plan, ahead)) is not None:
             plan = unseen
         elif plan.needs_loss_scaling:
             # Where fp16 overflows, the step is skipped, and passes beside it could not be compared.
             profiler.also_watch(plan, ahead)
-        elif self._cuts(plan) and self._cut_trials.due() and (other := self._other_cut(plan, ahead, room)) is not None:
-            profiler.try_again(plan, other)
-        elif (
-            (exact := self._exactly(plan)) is not None
-            and self._storage_trials.due()
-            and self._fit([plan, exact], ahead, room)
-        ):
+        elif self._cuts(plan) and self._cut_trials.due() and (other := self._other_cut(exact, ahead, room)) is not None:
+            # Rounding differs from pass to pass.
+            profiler.try_again(exact, other)
+            plan = exact
+        elif exact is not plan and self._storage_trials.due() and self._fit([plan, exact], ahead, room):
             profiler.try_again(exact, plan)
             plan = exact
         else:
@@ -136,22 +134,39 @@ class StepPlans:
             return True
         return run.least is not None and not run.profiler.knows_leanest(ahead)
 
+    def _without_doubts(self, exact: Plan, doubted: Group, ahead: StepAhead, room: float) -> Plan:
+        """Return the plan of a step beside which storages in doubt are tried again, if that has room.
+
+        Args:
+            exact: The plan of the step with exact storages.
+            doubted: What is tried.
+            ahead: The step.
+            room: Bytes that a plan may be predicted to need.
+        """
+        profiler, (storage, names) = self._run.profiler, doubted
+        other = exact.changed(storage={**exact.storage, **dict.fromkeys(names, storage)})
+        if not self._fit([exact], ahead, room):
+            return exact.changed(storage=profiler.leanest.storage)
+        if self._fit([other], ahead, room) and not exact.needs_loss_scaling:
+            profiler.try_again(exact, other)
+        return exact
+
     def _cuts(self, plan: Plan) -> bool:
         """Return whether a plan cuts batches into more pieces than it must."""
         space = self._run.profiler.space
         return space.k_splits and plan.accumulation_steps > space.accumulation_choices[0]
 
-    def _exactly(self, plan: Plan) -> Plan | None:
-        """Return a plan with the leanest storage in place of approximate ones; ``None`` if it has none."""
+    def _exactly(self, plan: Plan) -> Plan:
+        """Return a plan with the leanest storage in place of approximate ones."""
         if not any(storage.approximates for storage in plan.storage.values()):
-            return None
+            return plan
         lean = self._run.profiler.space.storages[-1]
         return plan.changed(storage={name: lean if one.approximates else one for name, one in plan.storage.items()})
 
     def _fit(self, plans: Iterable[Plan], ahead: StepAhead, room: float) -> bool:
         """Return whether a step fits under each of some plans, beside the copies that restore the model's state."""
         fits, size = self._run.phase.fits, ahead.largest_bytes
-        left = room - self.copied_bytes
+        left = room - self._run.profiler.copied_bytes
         return all(fits(one, ahead.as_equal_pieces(size, one.accumulation_steps), left) for one in plans)
 
     def _other_cut(self, plan: Plan, ahead: StepAhead, room: float) -> Plan | None:

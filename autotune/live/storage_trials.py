@@ -7,13 +7,18 @@ tried, down to the single units that are to blame, and more again after a trial 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 from autotune.choices import Storage
 from autotune.live.allowed_plans import AllowedPlans
 
 # Trial passes for one storage; units that were not tried by then may not have it.
 _MOST_TRIALS = 24
+# Steps in which a storage that is in doubt could not be tried, after which it is locked.
+_MOST_WAITS = 32
+
+# Units that should have a storage.
+Group = tuple[Storage, Sequence[str]]
 
 
 class StorageTrials:
@@ -29,10 +34,15 @@ class StorageTrials:
         # The most units of the next trial, and the number of trials.
         self._most: dict[Storage, int] = {}
         self._trials: Counter[Storage] = Counter()
+        # What is tried again after a late trial that failed.
+        self._doubts: Generator[Group, str | None, None] | None = None
+        self._doubted: Group | None = None
+        self._waits = 0
 
     def suits(self, name: str, storage: Storage) -> bool:
         """Return whether a unit may have a storage: it is exact, or was tried."""
-        return not storage.approximates or (name, storage) in self._good
+        locked = self._allowed.space.locked.get(name, ())
+        return not storage.approximates or ((name, storage) in self._good and storage not in locked)
 
     def next(self, storage: Storage, names: Iterable[str]) -> Sequence[str]:
         """Return the units in which a storage is tried next; none if all were tried, or enough trials were made.
@@ -65,7 +75,63 @@ class StorageTrials:
         else:
             self._most[storage] = len(names) // 2
 
-    def take_back(self, storage: Storage, names: Sequence[str], reason: str) -> None:
-        """Lock a storage in units that had it, because a late trial speaks against it."""
-        self._good.difference_update((name, storage) for name in names)
-        self._allowed.lock_choice(storage, names, reason)
+    # Late trials, of storages that units have had.
+
+    def doubted(self) -> Group | None:
+        """Return what is to be tried in the next step because a late trial has failed; ``None`` if none has.
+
+        Until it is known which units are bad, none should have an approximate storage. What cannot be tried for long,
+        for example because losses are not finite, is locked.
+        """
+        self._waits += self._doubted is not None
+        if self._waits > _MOST_WAITS:
+            self._go_on("it could not be tried again after it had failed")
+        return self._doubted
+
+    def note_late(self, tried: Mapping[str, Storage], reason: str | None) -> None:
+        """Record a late trial: of what is doubted, or of all that units have.
+
+        Args:
+            tried: The storages that were tried, by unit.
+            reason: What speaks against them; ``None`` for nothing.
+        """
+        if self._doubts is not None:
+            self._go_on(reason)
+        elif reason is not None:
+            self._doubts = self._sort_out(tried, reason)
+            self._go_on(None)
+
+    def _go_on(self, reason: str | None) -> None:
+        assert self._doubts is not None
+        self._waits = 0
+        try:
+            self._doubted = self._doubts.send(None if self._doubted is None else reason)
+        except StopIteration:
+            self._doubts = self._doubted = None
+
+    def _sort_out(self, tried: Mapping[str, Storage], reason: str) -> Generator[Group, str | None, None]:
+        groups = {one: [name for name, own in tried.items() if own is one] for one in dict.fromkeys(tried.values())}
+        found = False
+        for storage, names in groups.items():
+            why = reason if len(groups) == 1 else (yield storage, names)
+            if why is not None:
+                found = True
+                yield from self._halve(storage, names, why)
+        if not found:
+            # Each is good enough, all together are not.
+            storage = max(groups, key=list(Storage).index)
+            self._allowed.lock_choice(storage, groups[storage], reason)
+
+    def _halve(self, storage: Storage, names: Sequence[str], reason: str) -> Generator[Group, str | None, None]:
+        if len(names) == 1:
+            self._allowed.lock_choice(storage, names, reason)
+            return
+        found, half = False, len(names) // 2
+        for part in (names[:half], names[half:]):
+            why = yield storage, part
+            if why is not None:
+                found = True
+                yield from self._halve(storage, part, why)
+        if not found:
+            # Each half is good enough, both together are not.
+            self._allowed.lock_choice(storage, names[half:], reason)

@@ -430,6 +430,9 @@ class LiveTuner:
         self._look_at_writes(updated=True)
         written = frozenset[str]() if self._writes is None else self._writes.names
         for plan in controller.shadows:
+            if self._controller is None:
+                # The loop's body has detached the tuner.
+                break
             self._beside = attempt = Attempt(training)
             undone = attempt.undone(self._facts.model, written)
             with controller.trying(plan) as attempt.failures, undone, self._keeping_buffers():

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
 
 from autotune.compiled import is_compiled_in_place
 from autotune.errors import PlanError
@@ -70,7 +71,8 @@ class ControlledForward(StandIn):
                 return act(self.recomputation, run, args, kwargs)
             return run(*args, **kwargs)
         except any_error() as error:
-            if self.failures is None:
+            if self.failures is None or isinstance(error, _StopRecomputationError):
+                # A checkpoint of the user's own has recomputed all that it needs.
                 raise
             # Without the traceback, whose frames keep tensors alive.
             self.failures.append(error.with_traceback(None))

@@ -54,6 +54,11 @@ class Outcome:
     failure: str | None = None
     owners: tuple[int, ...] = ()
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all gradients are finite."""
+        return all(one is None or bool(torch.isfinite(one).all()) for one in self.gradients)
+
 
 @dataclass(slots=True)
 class Attempt:
