@@ -256,7 +256,9 @@ class Lessons:
             waits: Whether only a step with more calls of units than usual is of interest.
         """
         names = [unit.name for unit in self._allowed.space.units]
-        return Tracing(plan, self._attached, names, self.ahead, expected, waits=waits, by_size=self.by_size)
+        # Where batches do not tell what units are handed, steps count by that.
+        by_size = self.by_size and not self._knowledge.handed.varies
+        return Tracing(plan, self._attached, names, self.ahead, expected, waits=waits, by_size=by_size)
 
     def timing(self, plan: Plan) -> Use:
         """Return a timed step under a plan."""

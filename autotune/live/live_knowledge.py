@@ -381,12 +381,12 @@ class Knowledge:
             # Times by segment are those of other calls.
             self._forget_times()
         whole, later = use.ahead.batch_bytes, step.later_bytes or use.ahead.batch_bytes
-        if use.is_of_later:
-            # All are taken to be as large.
-            whole = later
         # A batch that the loop itself makes smaller counts as a smaller one.
         if comparable or self.handed.varies:
             whole, later = self.handed.counted(step, (whole, later))
+        if use.is_of_later:
+            # All are taken to be as large.
+            whole = later
         most = max(whole, later)
         seen = self._seen_in(use, trace, seconds, whole=whole, later=later)
         if use.expected is not None and known and denser <= DENSER:

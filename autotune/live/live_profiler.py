@@ -203,7 +203,8 @@ class LiveProfiler:
         self.knowledge.handed.look()
         plan = self._lessons.leanest
         self._beyond = self._beyond + 1 if beyond else 0
-        if self._beyond == _BEYOND and self._attached.accumulation_steps > 1 and not self._lessons.by_size:
+        accumulates = self._attached.accumulation_steps > 1 and not self.knowledge.handed.varies
+        if self._beyond == _BEYOND and accumulates and not self._lessons.by_size:
             # Steps may always begin with a small batch, which tells little of the later ones.
             self._lessons.by_size = True
             self.knowledge.forget()
