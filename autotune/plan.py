@@ -191,6 +191,10 @@ class Plan:
         """Return a copy with some attributes replaced."""
         return replace(self, **changes)
 
+    def storing(self, names: Iterable[str], storage: Storage) -> Plan:
+        """Return a copy in which some units have another storage."""
+        return self.changed(storage={**self.storage, **dict.fromkeys(names, storage)})
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object of the current version."""
         document: dict[str, Any] = {

@@ -177,7 +177,7 @@ def test_a_unit_that_compression_spoils_later_is_locked_then_and_it_alone() -> N
 
 
 def test_batches_that_are_not_finite_lock_nothing() -> None:
-    tuner, plans = trained(Network(), steps=100, spoilt=lambda number: 25 < number < 80 and number % 3)
+    tuner, plans = trained(Network(), steps=100, spoilt=lambda number: 25 < number < 80)
     assert tuner.attached
     assert "compress8" not in tuner.locks
     assert compressed(plans[-1])
@@ -192,8 +192,8 @@ def test_where_copies_of_what_the_model_writes_to_have_no_room_nothing_is_tried(
 
 
 def test_blocks_under_checkpoints_of_the_loop_do_not_lock_the_others() -> None:
-    network = Network(checkpointed=3)
-    tuner, plans = trained(network, steps=60)
+    network = Network(checkpointed=11)
+    tuner, plans = trained(network, steps=40, share=1.2)
     assert "compress8" not in tuner.locks
     assert compressed(plans[-1])
 

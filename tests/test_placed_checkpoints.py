@@ -82,6 +82,24 @@ def test_accumulation_is_learnt_unless_it_is_declared_otherwise(
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+def test_a_run_that_has_learnt_its_accumulation_keeps_its_locks_and_repeats_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = gpt()
+    optimizer, locked = torch.optim.AdamW(model.parameters(), 1e-3), "blocks.1"
+    tuner = autotune.checkpoint(model, 1, optimizer=optimizer)
+    begun = tuner._controller
+    begun.run.profiler.bar({locked: "it was seen to draw"})
+    begun.run.budget.warn_unreachable(0, 1.0)
+    train(model, optimizer, accumulated=3)
+    assert tuner.plan.accumulation_steps == 3
+    assert tuner.locks[locked] == "it was seen to draw"
+    assert locked not in tuner.plan.recomputed
+    assert tuner.plan.recomputed
+    assert caplog.text.count("no plan fits the memory budget") == 1
+    tuner.detach()
+
+
 def test_gradients_of_batches_that_are_accumulated_later_have_room() -> None:
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

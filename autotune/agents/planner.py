@@ -157,7 +157,7 @@ def _greedy_at(profile: Profile, accumulation_steps: int, usable_bytes: float) -
             for storage in allowed[allowed.index(plan.storage_of(name)) + 1 :]:
                 if not offered(name, plan.precision_of(name), storage):
                     continue
-                other = plan.changed(storage={**plan.storage, name: storage})
+                other = plan.storing([name], storage)
                 paid = max(seconds_per_step(profile, other) - seconds, 1e-9)
                 candidates.append(((peak - peak_bytes(profile, other)) / paid, other))
         if not candidates:

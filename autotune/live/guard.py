@@ -85,7 +85,7 @@ def judge(proposal: object, now: Situation, limits: Limits) -> Verdict:
     rules["space"] = "ok"
     kept = [name for name in now.locks if plan.storage_of(name) is not Storage.SAVE]
     if kept:
-        plan = plan.changed(storage={**plan.storage, **dict.fromkeys(kept, Storage.SAVE)})
+        plan = plan.storing(kept, Storage.SAVE)
     rules["locks"] = "repaired" if kept or is_below else "ok"
     known = now.placements.with_known_storages(plan)
     rules["predictable"] = "ok" if known == plan else "repaired"

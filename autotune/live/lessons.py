@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from autotune.live.allowed_plans import AllowedPlans, K
 from autotune.live.asked_budget import BudgetFunction, Size
@@ -353,7 +353,7 @@ class Lessons:
         if placements is None:
             return None
         lean, length = self._likeliest_lean(placements), self._length(placements)
-        fullest = placements.peak_bytes(_with(lean, space.recomputable, space.storages[0]), length)
+        fullest = placements.peak_bytes(lean.storing(space.recomputable, space.storages[0]), length)
         if isinstance(self._attached.budget, Size) and _AMPLE * fullest <= usable(self.budget_bytes):
             return None
         alike = [plan for plan in self._knowledge.seen if plan.precision == lean.precision]
@@ -364,17 +364,17 @@ class Lessons:
                 # Where fp16 overflows, gradients cannot be compared.
                 continue
             own = [n for n in space.recomputable if (n, storage) in known and self.trials.suits(n, storage)]
-            like = _with(lean, own, storage)
+            like = lean.storing(own, storage)
             # Only upper bounds are known of what units keep that no traced plan saves; and what is kept last is freed
             # first.
             others = [name for name in reversed(space.recomputable) if name not in own]
             others.sort(key=lambda name: (name, space.storages[0]) not in known)
             names = self._with_room(like, others, storage, placements)
             if untried := self.trials.next(storage, names):
-                return Shadowing(lean, [_with(lean, untried, storage)])
+                return Shadowing(lean, [lean.storing(untried, storage)])
             if good := [name for name in names if self.trials.suits(name, storage)]:
                 self._traced_between[told] += 1
-                return self.tracing(_with(like, good, storage))
+                return self.tracing(like.storing(good, storage))
         return None
 
     def _likeliest_lean(self, placements: Placements) -> Plan:
@@ -399,7 +399,7 @@ class Lessons:
         room -= self.copied_bytes * storage.approximates
 
         def exceeds(count: int) -> bool:
-            saving = _with(like, names[:count], space.storages[0])
+            saving = like.storing(names[:count], space.storages[0])
             return placements.peak_bytes(saving, length, self.ahead.cut_samples) > room
 
         return names[: bisect_left(range(1, len(names) + 1), True, key=exceeds)]
@@ -502,8 +502,3 @@ class Lessons:
     def _length(self, placements: Placements) -> float:
         size = self.ahead.largest_bytes
         return size * self._knowledge.handed.ahead(size) / placements.profile.tables[0].batch_bytes
-
-
-def _with(plan: Plan, names: Iterable[str], storage: Storage) -> Plan:
-    """Return a plan with another storage in some units."""
-    return plan.changed(storage={**plan.storage, **dict.fromkeys(names, storage)})

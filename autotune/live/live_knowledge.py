@@ -384,10 +384,10 @@ class Knowledge:
         # A batch that the loop itself makes smaller counts as a smaller one.
         if comparable or self.handed.varies:
             whole, later = self.handed.counted(step, (whole, later))
-        if use.is_of_later:
-            # All are taken to be as large.
-            whole = later
         most = max(whole, later)
+        if use.is_of_later:
+            # All from the traced one on are taken to be as large.
+            whole = later = later if use.by_size else whole
         seen = self._seen_in(use, trace, seconds, whole=whole, later=later)
         if use.expected is not None and known and denser <= DENSER:
             self._score(use.expected, plan, max(step.batch_bytes, most))

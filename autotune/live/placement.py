@@ -154,7 +154,7 @@ class Placements:
         unseen = [
             unit.name for unit, lacks in zip(self.profile.units, self._missing(k, choices), strict=False) if lacks
         ]
-        return plan.changed(storage={**plan.storage, **dict.fromkeys(unseen, self.profile.space.storages[-1])})
+        return plan.storing(unseen, self.profile.space.storages[-1])
 
     def _missing(self, k: int, choices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which units' choices the profile has no costs of, shape (max_units,)."""

@@ -144,7 +144,7 @@ class StepPlans:
             room: Bytes that a plan may be predicted to need.
         """
         profiler, (storage, names) = self._run.profiler, doubted
-        other = exact.changed(storage={**exact.storage, **dict.fromkeys(names, storage)})
+        other = exact.storing(names, storage)
         if not self._fit([exact], ahead, room):
             return exact.changed(storage=profiler.leanest.storage)
         if self._fit([other], ahead, room) and not exact.needs_loss_scaling:
@@ -158,10 +158,8 @@ class StepPlans:
 
     def _exactly(self, plan: Plan) -> Plan:
         """Return a plan with the leanest storage in place of approximate ones."""
-        if not any(storage.approximates for storage in plan.storage.values()):
-            return plan
-        lean = self._run.profiler.space.storages[-1]
-        return plan.changed(storage={name: lean if one.approximates else one for name, one in plan.storage.items()})
+        names = [name for name, one in plan.storage.items() if one.approximates]
+        return plan.storing(names, self._run.profiler.space.storages[-1]) if names else plan
 
     def _fit(self, plans: Iterable[Plan], ahead: StepAhead, room: float) -> bool:
         """Return whether a step fits under each of some plans, beside the copies that restore the model's state."""

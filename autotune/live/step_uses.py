@@ -149,6 +149,7 @@ class Tracing(Timing):
         ahead: The step.
         expected: The peak that was predicted for the step; ``None`` if none was.
         waits: Whether only a step with more calls of units than usual is of interest.
+        by_size: Whether of the batches that the loop accumulates the largest is traced, and not the first.
         gradient_bytes: Bytes of the gradients that were alive when the step began.
         static_bytes: Bytes of the model, the optimizer's state and everything else that stays.
 
@@ -159,7 +160,7 @@ class Tracing(Timing):
         ahead: As the attribute.
         expected: As the attribute.
         waits: As the attribute.
-        by_size: Whether of the batches that the loop accumulates the largest is traced, and not the first.
+        by_size: As the attribute.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class Tracing(Timing):
         super().__init__(plan, attached, names)
         self.ahead = ahead
         self.waits = waits
-        self._by_size = by_size
+        self.by_size = by_size
         self.expected = expected
         self.tracer: StepTracer | None = None
         self.gradient_bytes = 0
@@ -207,7 +208,7 @@ class Tracing(Timing):
         if seen is not None:
             # A teacher, averaged weights, a library's workspace or a data set may be allocated as well.
             self.static_bytes = max(self.static_bytes, seen.current - self.gradient_bytes - self.ahead.batch_bytes)
-        self.tracer = StepTracer(run.model, self._names, run.device, by_size=self._by_size)
+        self.tracer = StepTracer(run.model, self._names, run.device, by_size=self.by_size)
         self.watch = self.tracer.watch
         self.tracer.begin()
 
@@ -218,8 +219,8 @@ class Tracing(Timing):
 
     @property
     def is_of_later(self) -> bool:
-        """Whether a later batch than the first was traced, because it is larger."""
-        return self._by_size and self.watch is not None and self.watch.fullest > 0
+        """Whether a later batch than the first was traced, because it is larger or calls more units."""
+        return self.watch is not None and self.watch.fullest > 0
 
     def older_bytes(self) -> int:
         """Return bytes that were alive before the step and freed in it, other than the model's and the optimizer's.

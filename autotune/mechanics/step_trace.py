@@ -537,7 +537,7 @@ class StepTracer:
             changes: time, bytes and address of every allocation (> 0) and release (< 0), ascending.
         """
         chosen = self.watch.fullest
-        places = tuple(map(self._counted, self.watch.places))
+        places = tuple(self._counted(place, chosen) for place in self.watch.places)
         if len(marks) != len(places):
             raise ValueError("a part of the step ran in another thread than the step, where its memory is not seen")
         blocks, older = _blocks(changes)
@@ -555,7 +555,7 @@ class StepTracer:
             sightings=tuple(
                 Sighting(
                     role,
-                    self._counted(place),
+                    self._counted(place, chosen),
                     first_backward if role == "saved" else _after(marks, mark, role),
                     address,
                 )
@@ -563,9 +563,9 @@ class StepTracer:
             ),
         )
 
-    def _counted(self, place: Place) -> Place:
-        """Return a place, counted from the fullest micro-batch on; of the others, those count that call the same."""
-        chosen, calls = self.watch.fullest, self.watch.calls
+    def _counted(self, place: Place, chosen: int) -> Place:
+        """Return a place, counted from a micro-batch on; of the others, those count that call the same."""
+        calls = self.watch.calls
         if not chosen:
             return place
         if place.micro_batch < chosen or calls[place.micro_batch] != calls[chosen]:

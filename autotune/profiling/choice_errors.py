@@ -23,15 +23,14 @@ from autotune.plan import Plan
 from autotune.profiling.gradient_error import WithoutDropout, tried_gradient
 from autotune.profiling.job_shape import other_batch
 from autotune.profiling.tracing_engine import WatchedEngine
+from autotune.profiling.trial_passes import LEAST_SHARE, STORAGE_TOLERANCE
 
 # Relative error above which a unit's gradient is off too far. Its cosine with the exact gradient may then be below
 # sqrt(1 - 0.5^2) = 0.87.
 _MOST_ERROR = 0.5
 # Where the gradients of two batches differ by less than that, their difference is the limit, but no less than this: an
-# error that averages out over steps does little harm, and rounding to four bits causes a tenth in ordinary blocks.
-_LEAST_LIMIT = 0.2
-# A unit whose gradient is a smaller share of the whole is judged as if it had this share.
-_LEAST_SHARE = 0.01
+# error that averages out over steps does little harm.
+_LEAST_LIMIT = STORAGE_TOLERANCE
 # Two passes over one batch that differ by more than this are no measure of anything else.
 _REPEATED = 0.01
 # Smaller errors are told as smaller than this.
@@ -158,7 +157,7 @@ class _Trial:
             if any(gradient[place] is not None for place in own):
                 self._groups[unit.name] = own
         self._noise: dict[str, float] = {}
-        self._least = _LEAST_SHARE * math.sqrt(float(self._sums(gradient)[:, 0].sum()))
+        self._least = LEAST_SHARE * math.sqrt(float(self._sums(gradient)[:, 0].sum()))
         self._require_steady()
         self._noise = self._noises(job, seed)
 
@@ -212,7 +211,7 @@ class _Trial:
         chosen = dict.fromkeys(units, choice)
         plan: Plan
         if isinstance(choice, Storage):
-            plan = self._plan.changed(storage={**self._plan.storage, **chosen})
+            plan = self._plan.storing(chosen, choice)
         else:
             plan = self._plan.changed(precision={**self._plan.precision, **chosen})
         gradient, problem = tried_gradient(self._engine, plan)

@@ -30,7 +30,7 @@ PRECISION_TOLERANCE = 0.1
 # Largest relative difference of the gradient of a unit with an approximate storage: rounding to four bits causes a
 # tenth in ordinary blocks. A unit whose gradient is a smaller share of the whole is judged as if it had this share.
 STORAGE_TOLERANCE = 0.2
-_LEAST_SHARE = 0.01
+LEAST_SHARE = 0.01
 # Largest change of a buffer, as a share of its values, that is due to rounding.
 _ROUNDING = 1e-6
 _COUPLED = "a sample's loss depends on the others of its batch (BatchNorm, contrastive losses, capacities)"
@@ -191,7 +191,7 @@ def storage_lock(exact: Outcome, approximate: Outcome, units: Mapping[str, nn.Mo
         for owner, one, two in zip(exact.owners, exact.gradients, approximate.gradients, strict=True)
         if one is not None and two is not None
     }
-    least = _LEAST_SHARE**2 * sum(_squared(one) for one, _ in pairs.values())
+    least = LEAST_SHARE**2 * sum(_squared(one) for one, _ in pairs.values())
     for name, module in {"the model": None, **units}.items():
         own = pairs.keys() if module is None else pairs.keys() & set(map(id, module.parameters()))
         size = max(sum(_squared(pairs[owner][0]) for owner in own), least, 1e-300)

@@ -87,7 +87,7 @@ def _others(profile: Profile, plan: Plan, unit: Unit) -> Iterator[tuple[str, Pla
     if unit.recomputable:
         for storage in profile.space.storages:
             if storage is not plan.storage_of(unit.name):
-                yield storage.label, plan.changed(storage={**plan.storage, unit.name: storage})
+                yield storage.label, plan.storing([unit.name], storage)
     for precision in profile.precisions:
         if precision != plan.precision_of(unit.name):
             yield str(precision), plan.changed(precision={**plan.precision, unit.name: precision})
