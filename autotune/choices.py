@@ -102,6 +102,7 @@ class Storage(StrEnum):
     COMPILED50 = "compiled50", "compiled at half", "compiling at half", 0.4, 0.1, False, False, False, 0.5
     COMPRESS8 = "compress8", "compressed to 8 bits", "compressing to 8 bits", 0.3, 0.5, False, False
     COMPRESS4 = "compress4", "compressed to 4 bits", "compressing to 4 bits", 0.2, 0.5, False, False
+    COMPILED20 = "compiled20", "compiled at a fifth", "compiling at a fifth", 0.17, 0.2, False, False, False, 0.2
     REBUILD = "rebuild", "mostly recomputed", "recomputing for the most part", 0.15, 0.7
     COMPILED10 = "compiled10", "compiled at a tenth", "compiling at a tenth", 0.1, 0.3, False, False, False, 0.1
     OFFLOAD = "offload", "offloaded", "offloading", 0.1, 0.8, False, True, True

@@ -414,8 +414,11 @@ def test_precisions_and_storages_have_the_expected_properties():
     assert [s for s in Storage if s.recomputes] == ["gathered-recompute", "recompute"]
     assert [s for s in Storage if s.keeps_gathered] == ["gathered", "gathered-recompute"]
     assert [s.released for s in Storage if s.keeps_gathered] == ["save", "recompute"]
-    assert [s for s in Storage if not s.exact] == ["compiled", "compiled50", "compress8", "compress4", "compiled10"]
-    assert [s.compile_budget for s in Storage if s.compile_budget] == [1.0, 0.5, 0.1]
+    compiled = ["compiled", "compiled50", "compiled20", "compiled10"]
+    assert [s for s in Storage if not s.exact] == [*compiled[:2], "compress8", "compress4", *compiled[2:]]
+    assert {s: s.compile_budget for s in Storage if s.compile_budget} == dict(
+        zip(compiled, (1.0, 0.5, 0.2, 0.1), strict=True)
+    )
     assert len({s.label for s in Storage} | {s.act for s in Storage}) == 2 * len(Storage)
     assert all(pickle.loads(pickle.dumps(choice)) is choice for choice in (*Precision, *Storage))
 

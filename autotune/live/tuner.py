@@ -7,7 +7,9 @@ user's own code are caught only in trial passes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import operator
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
@@ -41,6 +43,7 @@ from autotune.profiling.trial_state import Writes
 
 logger = logging.getLogger(__name__)
 
+_GRADIENT = operator.attrgetter("grad")
 # After this many steps in a row that begin with gradients of the loop's own, these seem to be there always.
 _KEPT = 3
 # After this many batches in a row whose gradients are gone before a step, another optimizer seems to make updates. A
@@ -648,7 +651,7 @@ class LiveTuner:
         """
         if ended and self._facts.mode is Mode.EXACT:
             return False
-        if all(parameter.grad is None for parameter in self._update.parameters):
+        if all(map(operator.is_, map(_GRADIENT, self._update.parameters), itertools.repeat(None))):
             if self._num_kept < _KEPT:
                 self._num_kept = 0
             return False

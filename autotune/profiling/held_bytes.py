@@ -25,7 +25,7 @@ _WALK_EVERY = 16
 # Containers in which optimizers keep tensors.
 _CONTAINERS = (list, tuple, dict, deque)
 # Counting may take this share of a run's time, or these seconds per step.
-_SHARE, _SECONDS = 0.002, 2e-4
+_SHARE, _SECONDS = 0.002, 4e-5
 # A model that grows by this factor is another one: what its units compute may have grown with it.
 _OTHERS = 1.02
 # What a step needs for each byte of a model: a parameter's gradient and two values in the update, or what a unit
