@@ -113,7 +113,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
     ),
     "unknown storage in a plan": lambda f: (
         ["compare", str(JOB), "--arms", plan_file(f, storage={"blocks.0": "tape"})],
-        "save, gathered, compiled, selective, compiled50, compress8, compress4, compiled20, rebuild, compiled10, offload, gather",
+        "save, gathered, compiled, selective, compiled50, compress8, compress4, compiled20, rebuild, compiled10, ",
     ),
     "storage of a unit that has none": lambda f: (
         ["compare", str(JOB), "--arms", plan_file(f, storage={"head": "recompute"})],

@@ -78,6 +78,16 @@ def test_optimum_matches_brute_force_up_to_five_units(seed: int):
     assert_exact(drawn(1000 + seed, 1 + seed % 3, identical=seed % 4 == 0))
 
 
+def test_where_the_fastest_choices_fit_no_program_is_solved(monkeypatch: pytest.MonkeyPatch):
+    profile = drawn(3, 3)
+    found = solve(profile)
+    monkeypatch.setattr(choice_program, "milp", None)
+    monkeypatch.setattr(choice_program, "linprog", None)
+    assert solve(profile, 2 * found.peak_bytes) == found
+    with pytest.raises(TypeError):
+        solve(profile, int(0.7 * found.peak_bytes))
+
+
 @settings(max_examples=20)
 @given(seeds, st.floats(0.3, 0.9), st.floats(1.0, 1.5))
 def test_larger_budget_never_has_a_slower_optimum(seed: int, share: float, more: float):

@@ -257,8 +257,8 @@ class Profile:
     @property
     def _storages(self) -> frozenset[str]:
         """The names of the storages that have a cost in some table."""
-        segments = (segment for table in self.tables for segment in table.segments)
-        return frozenset(name.partition("/")[2] for segment in segments for name in segment.costs)
+        choices = set[str]().union(*(segment.costs for table in self.tables for segment in table.segments))
+        return frozenset(name.partition("/")[2] for name in choices)
 
     def unit(self, name: str) -> Unit:
         """Return the unit with a name."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -188,9 +188,14 @@ def _best_of_each_k(profile: Profile, usable_bytes: float, goal: Goal) -> list[S
 
 def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:
     """Return the best plan at one k, or ``None`` if none fits."""
+    options = _options(profile, table, goal)
+    fastest = _fastest(profile, table, options)
+    if goal.weights.memory == 0 and fastest is not None and peak_bytes(profile, fastest) <= usable_bytes:
+        return _solution(profile, fastest, goal, 0.0)
     room = usable_bytes - profile.static_bytes - table.batch_bytes
+    base_bytes = _reference(profile, goal)[1]
     try:
-        chosen, gap = _program(profile, table, room, goal).solve()
+        chosen, gap = ChoiceProgram(table, options, goal.weights.memory * MIB / base_bytes, room).solve()
     except TimeoutError:
         return _leanest_at(profile, table, usable_bytes, goal)
     if chosen is None:
@@ -203,6 +208,14 @@ def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal
     if peak > usable_bytes * (1 + 1e-9):
         raise AssertionError(f"the program's solution needs {peak} bytes, over {usable_bytes:.0f}")
     return _solution(profile, plan, goal, gap)
+
+
+def _fastest(profile: Profile, table: StepTable, options: Mapping[str, Mapping[str, float]]) -> Plan | None:
+    """Return the plan with the fastest choice of each unit; ``None`` if it has costs of its own in another table."""
+    if not all(options.values()):
+        return None
+    plan = _plan(profile, table, {unit: min(own, key=own.__getitem__) for unit, own in options.items()})
+    return plan if profile.table_for(plan) is table else None
 
 
 def _leanest_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:
@@ -269,10 +282,10 @@ def _plan(profile: Profile, table: StepTable, chosen: dict[str, str]) -> Plan:
     return Plan(accumulation_steps=table.accumulation_steps, precision=precision, storage=storage)
 
 
-def _program(profile: Profile, table: StepTable, room_bytes: float, goal: Goal) -> ChoiceProgram:
-    """Return the program of one k, whose objective is the goal's."""
+def _options(profile: Profile, table: StepTable, goal: Goal) -> dict[str, dict[str, float]]:
+    """Return what the time of each choice of each unit adds to the goal's objective at one k."""
     worth = samples_of_progress(profile, table.accumulation_steps, goal.noise_scale)
-    base_s, base_bytes = _reference(profile, goal)
+    base_s, _ = _reference(profile, goal)
     per_second = goal.weights.time * profile.calibration.scale / worth / base_s
     # The profile may contain choices that a lock now forbids.
     saved_only = {unit.name for unit in profile.units if not unit.recomputable}
@@ -288,4 +301,4 @@ def _program(profile: Profile, table: StepTable, room_bytes: float, goal: Goal) 
         # A choice must have a cost in all calls of the unit.
         former = options.get(segment.unit, dict.fromkeys(own, 0.0))
         options[segment.unit] = {name: former[name] + cost for name, cost in own.items() if name in former}
-    return ChoiceProgram(table, options, goal.weights.memory * MIB / base_bytes, room_bytes)
+    return options
