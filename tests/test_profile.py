@@ -100,6 +100,16 @@ def test_calibration_detects_a_machine_slower_than_the_sum_of_parts():
     assert fitted.calibration.error_frac < 0.03
 
 
+@given(seeds)
+def test_a_profile_calibrated_by_disturbed_steps_can_be_read(seed: int):
+    profile, generator = drawn(seed), np.random.default_rng(seed)
+    plans = [profile.space.sample(generator) for _ in range(4)]
+    disturbed = generator.lognormal(0.0, 3.0, len(plans))
+    measured = [(plan, seconds_per_step(profile, plan) * factor) for plan, factor in zip(plans, disturbed, strict=True)]
+    fitted = calibrated(profile, measured)
+    assert Profile.from_json(json.loads(json.dumps(fitted.to_json()))) == fitted
+
+
 def test_calibration_without_measurements_changes_nothing():
     profile = drawn(3)
     assert calibrated(profile, []) == profile

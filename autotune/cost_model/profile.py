@@ -132,6 +132,11 @@ class StepTable:
     update_s: Quantity
     batch_bytes: Bytes
 
+    @property
+    def least_s(self) -> float:
+        """Return the seconds of a step under the fastest choices, as the sum of its parts, without calibration."""
+        return self.update_s + sum(min(cost.seconds for cost in segment.costs.values()) for segment in self.segments)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
@@ -154,6 +159,15 @@ class Calibration:
     plans: Count = 0
     error_frac: Quantity = 0.0
     plans_needed: Count = 0
+
+    def seconds(self, summed: float, accumulation_steps: int) -> float:
+        """Return the seconds of a step.
+
+        Args:
+            summed: the sum of its parts, in seconds.
+            accumulation_steps: k.
+        """
+        return self.scale * summed + self.micro_batch_s * accumulation_steps + self.constant_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,10 +380,9 @@ def _require_whole(table: StepTable, units: set[str]) -> None:
 
 def _require_costly(profile: Profile, table: StepTable) -> None:
     """Refuse costs under which a plan takes no time or no memory, since plans are compared by ratios."""
-    sums = table.update_s + sum(min(cost.seconds for cost in segment.costs.values()) for segment in table.segments)
-    calibration, k = profile.calibration, table.accumulation_steps
-    fastest = calibration.scale * sums + calibration.micro_batch_s * k + calibration.constant_s
-    _require(fastest > 0 and calibration.scale > 0, f"at k = {k} a step takes no time")
+    k = table.accumulation_steps
+    fastest = profile.calibration.seconds(table.least_s, k)
+    _require(fastest > 0 and profile.calibration.scale > 0, f"at k = {k} a step takes no time")
     _require(
         profile.static_bytes + table.batch_bytes + table.update_peak_bytes > 0, f"at k = {k} a step takes no memory"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +20,7 @@ def seconds_per_step(profile: Profile, plan: Plan) -> float:
     Raises:
         ProfileError: if the plan's k is not in the profile.
     """
-    calibration = profile.calibration
-    total = calibration.scale * summed_seconds(profile, plan)
-    return total + calibration.micro_batch_s * plan.accumulation_steps + calibration.constant_s
+    return profile.calibration.seconds(summed_seconds(profile, plan), plan.accumulation_steps)
 
 
 def summed_seconds(profile: Profile, plan: Plan) -> float:
@@ -50,7 +49,8 @@ def calibrated(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Prof
     """Return the profile with a calibration fitted to measured plans.
 
     The three coefficients are regularized towards (1, 0, 0), so that few or noisy plans cannot change them much. The
-    scale stays positive, so that raising the cost of a part never lowers a prediction.
+    scale stays positive, so that raising the cost of a part never lowers a prediction; and where the other two would
+    predict that a plan takes no time, the scale alone is fitted.
 
     Args:
         profile: the profile.
@@ -67,6 +67,21 @@ def calibrated(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Prof
 def _fitted(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Calibration:
     if not measured:
         return Calibration()
+    found = _ridge(profile, measured, 3)
+    tables = (*profile.tables, *itertools.chain.from_iterable(profile.uniform_tables.values()))
+    if all(found.seconds(table.least_s, table.accumulation_steps) > 0 for table in tables):
+        return found
+    return _ridge(profile, measured, 1)
+
+
+def _ridge(profile: Profile, measured: Sequence[tuple[Plan, float]], terms: int) -> Calibration:
+    """Return a fit of the first coefficients alone.
+
+    Args:
+        profile: the profile.
+        measured: plans and their seconds per step; at least one.
+        terms: number of coefficients.
+    """
     sums = np.array([summed_seconds(profile, plan) for plan, _ in measured])
     steps = np.array([float(plan.accumulation_steps) for plan, _ in measured])
     seconds = np.array([value for _, value in measured])
@@ -76,7 +91,9 @@ def _fitted(profile: Profile, measured: Sequence[tuple[Plan, float]]) -> Calibra
     design = np.stack([sums, steps * size, np.full_like(sums, size)], axis=1) / seconds[:, None]
     rest = (seconds - sums) / seconds
     penalty = np.diag([1.0, 30.0, 30.0])
-    change = np.linalg.solve(design.T @ design + penalty, design.T @ rest)
+    change = np.zeros(3)
+    design, penalty = design[:, :terms], penalty[:terms, :terms]
+    change[:terms] = np.linalg.solve(design.T @ design + penalty, design.T @ rest)
     return Calibration(
         scale=max(1.0 + float(change[0]), 0.1),
         micro_batch_s=float(change[1] * size),
