@@ -334,3 +334,19 @@ def test_step_of_one_micro_batch_needs_no_hooks(model: Perceptron) -> None:
         seen.append(monitor.state)
     assert seen[0] == seen[1]
     assert seen[0].latest is not None
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_sparse_gradients_are_read(pieces: int):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(50, 4, sparse=True), nn.Linear(4, 1))
+    update, batch = update_of(model), torch.tensor([[1, 2], [3, 3]])
+    with GradientProbe(update.parameters, whole=pieces == 1) as probe:
+        for piece in batch.chunk(pieces):
+            probe.next_micro_batch()
+            update.backward(model(piece).square().mean(), len(piece) / 2)
+    dense = [p.grad.to_dense() for p in model.parameters()]
+    found = probe.read()
+    assert found.whole == pytest.approx([float(gradient.square().sum()) for gradient in dense], rel=1e-5)
+    assert found.present[0] == 12.0
+    assert len(found.micro) == (0 if pieces == 1 else 2)

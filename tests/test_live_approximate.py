@@ -16,10 +16,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autotune
-from autotune import AttachError, Settings
+from autotune import AttachError, Settings, find_units
 from autotune.choices import Precision, Storage
+from autotune.live.allowed_plans import AllowedPlans
 from autotune.live.lessons import Lessons
+from autotune.live.storage_trials import StorageTrials
 from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
+from autotune.plan import PlanSpace
+from autotune.profiling.trial_passes import Attempt, storage_lock
 
 WIDTH, BLOCKS = 64, 12
 CPU = torch.device("cpu")
@@ -114,6 +118,7 @@ def trained(
     storages: tuple[str, ...] = ("compress8",),
     choices: tuple[int, ...] = (1,),
     spoilt: Callable[[int], object] = lambda _: False,
+    skips: Callable[[Any, int], bool] = lambda *_: False,
     look: Callable[[Any, int], None] = lambda *_: None,
 ) -> Any:
     """Train attached, and return the tuner and the plan of each step; no metered step is over its budget."""
@@ -140,8 +145,12 @@ def trained(
             # Metering is slow.
             metered = not (tuner.learning or tuner.probing or number % 4)
             with meter.metering(resident_tensors(network, optimizer, [micro])) if metered else contextlib.nullcontext():
-                tuner.backward(network(micro).square().mean() * (math.nan if spoilt(number) else 1.0))
-        tuner.step()
+                loss = network(micro).square().mean() * (math.nan if spoilt(number) else 1.0)
+                if is_skipped := skips(tuner, number):
+                    continue
+                tuner.backward(loss)
+        if not is_skipped:
+            tuner.step()
         plans.append(tuner.plan)
         if number and tuner.attached and meter.peak_bytes is not None:
             assert meter.peak_bytes <= budget
@@ -183,6 +192,93 @@ def test_batches_that_are_not_finite_lock_nothing() -> None:
     assert compressed(plans[-1])
 
 
+def test_a_batch_that_the_loop_skips_in_a_late_trial_locks_nothing() -> None:
+    skipped: set[int] = set()
+
+    def skips(tuner: Any, number: int) -> bool:
+        if tuner.probing and number > 20 and not skipped:
+            skipped.add(number)
+        return number in skipped
+
+    tuner, plans = trained(Network(), steps=60, skips=skips)
+    assert skipped
+    assert "compress8" not in tuner.locks
+    assert compressed(plans[-1])
+
+
+@pytest.mark.parametrize("number_of_bytes", [2**12, 2**23])
+def test_buffers_that_the_model_does_not_write_to_leave_room_for_trials(number_of_bytes: int) -> None:
+    network = Network()
+    network.register_buffer("table", torch.zeros(number_of_bytes, dtype=torch.uint8))
+    _, plans = trained(network, steps=40)
+    assert any(map(compressed, plans))
+
+
+def test_sparse_gradients_can_be_compared() -> None:
+    seeded()
+    table = nn.Embedding(500, WIDTH, sparse=True)
+    outcomes = []
+    for factor in (1.0, 1.5):
+        table(torch.tensor([3, 7])).square().sum().mul(factor).backward()
+        outcomes.append(Attempt(training=True).outcome([table.weight]))
+        table.weight.grad = None
+    assert storage_lock(outcomes[0], outcomes[0], {"table": table}) is None
+    assert "the gradient of the model by 50.0%" in str(storage_lock(*outcomes, {"table": table}))
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_what_compression_spoils_is_found_at_any_width(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setitem(globals(), "WIDTH", width)
+    seeded()
+    blocks, batch = nn.Sequential(Block(), Block(wild=True), Block()), torch.randn(64, 4, width)
+    parameters, outcomes = [*blocks.parameters()], []
+    for storage in (Storage.SAVE, Storage.COMPRESS8):
+        autotune.apply(blocks, autotune.Plan(storage=dict.fromkeys("012", storage)))
+        attempt = Attempt(training=True)
+        blocks(batch).square().mean().backward()
+        outcomes.append(attempt.outcome(parameters))
+        blocks.zero_grad()
+    assert "changes the gradient" in str(storage_lock(*outcomes, {"1": blocks[1]}))
+    assert storage_lock(outcomes[0], outcomes[0], {"1": blocks[1]}) is None
+
+
+def allowed_plans() -> AllowedPlans:
+    storages = (Storage.SAVE, Storage.COMPRESS8, Storage.RECOMPUTE)
+    units = tuple(find_units(Network()))
+    return AllowedPlans(
+        PlanSpace(units=units, accumulation_choices=(1,), precisions=(Precision.INHERIT,), storages=storages)
+    )
+
+
+def test_what_fails_once_in_a_late_trial_and_not_again_is_not_locked() -> None:
+    allowed = allowed_plans()
+    names = ["blocks.0", "blocks.1", "blocks.2"]
+    for fails_again in (False, True):
+        trials = StorageTrials(allowed)
+        trials.note(Storage.COMPRESS8, names, None)
+        trials.note_late(dict.fromkeys(names, Storage.COMPRESS8), "it was off once")
+        seen = []
+        while (doubted := trials.doubted()) is not None:
+            seen.append([*doubted[1]])
+            trials.note_late({}, "all together are" if fails_again and len(doubted[1]) == 3 else None)
+        assert seen == [names[:1], names[1:], names]
+        assert ("compress8" in allowed.locks) is fails_again
+    assert allowed.locks["compress8"] == "in blocks.1 and blocks.2: it was off once"
+
+
+def test_trials_that_show_nothing_end() -> None:
+    allowed = allowed_plans()
+    trials, names = StorageTrials(allowed), ["blocks.0", "blocks.1"]
+    for _ in range(20):
+        assert trials.next(Storage.COMPRESS8, names) == names
+    trials.note(Storage.COMPRESS8, names, "too far off")
+    planned = 0
+    while trials.next(Storage.COMPRESS8, names):
+        planned += 1
+    assert planned == 32
+    assert "showed no finite gradients" in allowed.locks["compress8"]
+
+
 def test_where_copies_of_what_the_model_writes_to_have_no_room_nothing_is_tried() -> None:
     network, tried = Network(), []
     network.register_buffer("seen", torch.zeros(2**22))
@@ -218,6 +314,49 @@ def test_a_tuner_that_is_detached_in_a_trial_pass_leaves_the_model_as_it_was() -
     tuner, _ = trained(network, steps=30, look=look)
     assert not tuner.attached
     assert all("forward" not in block.__dict__ for block in network.blocks)
+
+
+def test_a_loop_that_is_left_in_a_trial_pass_leaves_the_model_as_it_was() -> None:
+    network = Network()
+    network.dropout, network.norm = nn.Dropout(0.1), nn.BatchNorm1d(4)
+    network.register_forward_pre_hook(lambda module, given: module.dropout(module.norm(given[0])))
+    optimizer = torch.optim.Adam(network.parameters(), 1e-3)
+    left = []
+
+    def train() -> None:
+        seeded()
+        with autotune.attach(
+            network,
+            optimizer,
+            Compresses(1),
+            mode="tolerant",
+            memory_budget_bytes=budget_of(0.7),
+            limits=RESTLESS,
+            runs_dir=None,
+            settings=Settings(storages=("compress8",)),
+        ) as tuner:
+            for number in range(30):
+                pieces = tuner.micro_batches(torch.randn(64, 4, WIDTH))
+                for micro in pieces:
+                    if tuner.probing and number > 2:
+                        left.append(pieces)
+                        raise KeyboardInterrupt
+                    tuner.backward(network(micro).square().mean())
+                tuner.step()
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert network.training
+    assert network.dropout.training
+    assert "train" not in network.__dict__
+    assert all("forward" not in block.__dict__ for block in network.blocks)
+    network(torch.randn(64, 4, WIDTH)).square().mean().backward()
+    state, seen = torch.get_rng_state(), network.norm.running_mean.clone()
+    # Nothing is undone once more.
+    left[0].close()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(network.norm.running_mean, seen)
+    assert all(parameter.grad is not None for parameter in network.head.parameters())
 
 
 @pytest.mark.parametrize("mode", ["exact", "rounding"])

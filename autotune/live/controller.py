@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,6 +30,7 @@ from autotune.mechanics.step_trace import Phase
 from autotune.plan import Plan
 from autotune.profiling.step_signature import Signature
 from autotune.profiling.trial_passes import Outcome
+from autotune.profiling.trial_state import copied_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -177,20 +178,26 @@ class Controller:
             if not self._closed:
                 run.switcher.apply(run.plan)
 
-    def take_shadows(self, outcomes: Sequence[Outcome], *, copied_bytes: int, ran_out: bool) -> None:
+    @property
+    def tries_storages(self) -> bool:
+        """Whether the plans in :attr:`shadows` differ in the storages of units alone."""
+        plans = self.shadows
+        return all(plan.changed(storage=plans[0].storage) == plans[0] for plan in plans)
+
+    def take_shadows(self, outcomes: Sequence[Outcome], *, copied: int, again: bool) -> None:
         """Evaluate the trial passes; a choice that fails on one rank is locked on all.
 
         Args:
             outcomes: the outcomes of the passes under :attr:`shadows`, in the same order.
-            copied_bytes: bytes of the copies on the host by which the model's state was restored.
-            ran_out: whether memory ran out in a pass of any rank: if the step itself also needs a larger k, the passes
-                are run again under that.
+            copied: bytes of the copies on the host by which the model's state was restored.
+            again: whether the passes should be run again with a later batch, and under a larger k if the step itself
+                needs one: memory ran out, or no parameter got a gradient, on any rank.
         """
         run = self.run
         if not devices.is_accelerator(run.attached.device):
-            run.profiler.note_copies(copied_bytes)
+            run.profiler.note_copies(copied)
         known = run.profiler.locks.get("accumulation_steps")
-        if ran_out and run.profiler.puts_off_shadows():
+        if again and run.profiler.puts_off_shadows():
             return
         run.profiler.take_shadows(outcomes)
         names = ["accumulation_steps", *map(str, run.attached.space.precisions[1:])]
@@ -241,6 +248,16 @@ class Controller:
     def lock_shadows(self, reason: str) -> None:
         """Lock the choices that trial passes were to test."""
         self.run.profiler.lock_shadows(reason)
+
+    def note_writes(self, names: Collection[str]) -> None:
+        """Take the weights and large buffers that the model writes to, which trial passes copy.
+
+        Args:
+            names: their names.
+        """
+        run = self.run
+        if not devices.is_accelerator(run.attached.device):
+            run.profiler.note_copies(copied_bytes(run.attached.model, names))
 
     def tell_phase(self, name: Phase) -> None:
         """Note that a pass of a micro-batch begins."""

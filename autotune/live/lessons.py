@@ -77,7 +77,7 @@ class Lessons:
         self._probes = probes
         self._knowledge = knowledge
         self.trials, self.by_size = StorageTrials(allowed), False
-        # Until passes have shown it, every buffer may be written to.
+        # Until the first step has shown it, every buffer may be written to.
         self.copied_bytes = 0 if devices.is_accelerator(attached.device) else tensor_bytes(attached.model.buffers())
         self._acts = attached.stage is Stage.ACT
         self._new_shapes = self._late_plans = self._until_late = self._awaited = self._num_untraced = 0

@@ -360,11 +360,14 @@ class LiveProfiler:
             outcomes: The outcomes of the passes under :attr:`shadows`, in the same order.
         """
         reference, first = outcomes[0], self._lessons.first_plan
+        if reference.is_empty and reference.failure is None:
+            # The loop has skipped the batch, or has ended by itself.
+            return
         rounds = self.probes.autocast is not None or has_16_bit_parameters(self._attached.model)
         for plan, outcome in zip(self.shadows[1:], outcomes[1:], strict=True):
             choice = tried_choice(plan, self.shadows[0])
             if isinstance(choice, Storage):
-                if reference.is_finite:
+                if reference.is_usable:
                     self._judge(choice, plan, storage_lock(reference, outcome, self._units))
                     self._leave_out_storages()
                 continue

@@ -14,6 +14,8 @@ from autotune.live.allowed_plans import AllowedPlans
 
 # Trial passes for one storage; units that were not tried by then may not have it.
 _MOST_TRIALS = 24
+# Trial passes in a row that show nothing, for example because losses are not finite.
+_MOST_UNJUDGED = 32
 # Steps in which a storage that is in doubt could not be tried, after which it is locked.
 _MOST_WAITS = 32
 
@@ -34,6 +36,8 @@ class StorageTrials:
         # The most units of the next trial, and the number of trials.
         self._most: dict[Storage, int] = {}
         self._trials: Counter[Storage] = Counter()
+        # The number of trials planned since the last one that was judged.
+        self._unjudged: Counter[Storage] = Counter()
         # What is tried again after a late trial that failed.
         self._doubts: Generator[Group, str | None, None] | None = None
         self._doubted: Group | None = None
@@ -52,10 +56,15 @@ class StorageTrials:
             names: The units that should have it.
         """
         untried = [name for name in names if not self.suits(name, storage)]
-        if untried and self._trials[storage] == _MOST_TRIALS:
-            self._allowed.lock_choice(storage, untried, "too many trials would be needed")
+        reason = None
+        if self._trials[storage] == _MOST_TRIALS:
+            reason = "too many trials would be needed"
+        elif self._unjudged[storage] == _MOST_UNJUDGED:
+            reason = f"{_MOST_UNJUDGED} trials in a row showed no finite gradients"
+        if untried and reason is not None:
+            self._allowed.lock_choice(storage, untried, reason)
             return ()
-        self._trials[storage] += bool(untried)
+        self._unjudged[storage] += bool(untried)
         return untried[: self._most.get(storage)]
 
     def note(self, storage: Storage, names: Sequence[str], reason: str | None) -> None:
@@ -66,6 +75,8 @@ class StorageTrials:
             names: The units that had it.
             reason: What speaks against it; ``None`` for nothing.
         """
+        self._trials[storage] += 1
+        self._unjudged[storage] = 0
         if reason is None:
             self._good.update((name, storage) for name in names)
             if storage in self._most:
@@ -132,6 +143,6 @@ class StorageTrials:
             if why is not None:
                 found = True
                 yield from self._halve(storage, part, why)
-        if not found:
-            # Each half is good enough, both together are not.
+        if not found and (yield storage, names) is not None:
+            # Each half is good enough, both together are not; what does not fail again was a batch's fault.
             self._allowed.lock_choice(storage, names[half:], reason)

@@ -106,6 +106,8 @@ class LiveTuner:
         self._largest_bytes = 0
         # The outcome of the current trial pass; ``None`` in the step itself.
         self._beside: Attempt | None = None
+        # The gradients that parameters had before the running trial passes; ``None`` beside none.
+        self._parked: list[tuple[nn.Parameter, torch.Tensor | None]] | None = None
         # What the model writes to itself; ``None`` before the first step, and in mode ``exact``.
         self._writes: Writes | None = None
         self._is_first = True
@@ -200,6 +202,9 @@ class LiveTuner:
                 where="live tuner",
                 allowed="a tensor of one number that requires grad; no loss scale of your own is needed or allowed",
             )
+        if self._beside is not None and self._controller is None:
+            # The loop has detached the tuner in a trial pass, which is undone.
+            return
         loss = loss.reshape(())
         self._tell_phase("backward")
         try:
@@ -282,6 +287,8 @@ class LiveTuner:
                 # These may fail if the controller is broken.
                 self._found_locks, figures = controller.run.locks, controller.summary()
                 self._last = figures
+            with errors_ignored():
+                self._leave_trial()
             with errors_ignored():
                 controller.close()
             controls.remove(self._facts.model)
@@ -395,30 +402,47 @@ class LiveTuner:
         began = time.perf_counter()
         self._times.control()
         outcomes: list[Outcome] = []
-        copied, ran_out = 0, False
+        copied, again, is_left = 0, False, False
         # Parameters of another optimizer may have gradients.
         parameters = (*self._facts.model.parameters(), *self._update.parameters)
-        gradients = [(parameter, parameter.grad) for parameter in dict.fromkeys(parameters)]
+        parked = self._parked = [(parameter, parameter.grad) for parameter in dict.fromkeys(parameters)]
+        # Passes under other storages alone draw the same numbers.
+        in_training = self._tries_in_training or controller.tries_storages
         try:
-            for parameter, _ in gradients:
+            for parameter, _ in parked:
                 parameter.grad = None
-            for training in (True, False) if self._tries_in_training else (False,):
-                outcomes, copied, drew, ran_out = yield from self._attempts(
-                    controller, batch, cutting, training=training
-                )
-                if ran_out or not (training and drew):
+            for training in (True, False) if in_training else (False,):
+                outcomes, copied, drew, again = yield from self._attempts(controller, batch, cutting, training=training)
+                if again or controller.tries_storages or not (training and drew):
                     break
                 self._tries_in_training = False
+        except GeneratorExit:
+            is_left = self._parked is not parked
+            raise
         finally:
-            self._beside = None
-            self._update.discard()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            if not is_left:
+                self._parked = parked
+                self._end_trial()
+                self._beside = None
             spent = time.perf_counter() - began
             running.own_s += spent
             controller.run.time.spend(spent)
             self._times.begun()
-        self._safely(lambda controller: controller.take_shadows(outcomes, copied_bytes=copied, ran_out=ran_out))
+        self._safely(lambda controller: controller.take_shadows(outcomes, copied=copied, again=again))
+
+    def _end_trial(self) -> None:
+        """Give parameters the gradients back that they had before trial passes."""
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            self._update.discard()
+            for parameter, gradient in parked:
+                parameter.grad = gradient
+
+    def _leave_trial(self) -> None:
+        """Undo trial passes that the loop may have left, by an exception or because it detaches the tuner."""
+        if self._beside is not None:
+            self._beside.leave()
+        self._end_trial()
 
     def _attempts(
         self, controller: Controller, batch: Any, cutting: Cutting, *, training: bool
@@ -426,10 +450,10 @@ class LiveTuner:
         """Yield the pieces of a batch under each plan to try.
 
         Returns:
-            The outcomes; the bytes of copies beside them; whether the passes drew random numbers, and whether memory
-            ran out, on any rank.
+            The outcomes; the bytes of copies beside them; whether the passes drew random numbers, and whether they
+            should be run again with another batch, because memory ran out or no parameter got a gradient, on any rank.
         """
-        outcomes, copied, drew, ran_out = [], 0, False, False
+        outcomes, copied, drew, again = [], 0, False, False
         self._look_at_writes(updated=True)
         written = frozenset[str]() if self._writes is None else self._writes.names
         for plan in controller.shadows:
@@ -446,11 +470,12 @@ class LiveTuner:
             outcomes.append(attempt.outcome(self._update.parameters))
             copied = max(copied, attempt.copied_bytes)
             drew |= attempt.drew
-            ran_out |= any(map(devices.is_out_of_memory, attempt.failures))
+            again |= any(map(devices.is_out_of_memory, attempt.failures))
+            again |= outcomes[-1].is_empty and not attempt.failures
             self._update.discard()
         # All ranks run the same passes.
-        drew, ran_out = map(bool, self.largest([drew, ran_out]) or (False, False))
-        return outcomes, copied, drew, ran_out
+        drew, again = map(bool, self.largest([drew, again]) or (False, False))
+        return outcomes, copied, drew, again
 
     def _watch_writes(self) -> None:
         self._writes = Writes(self._facts.model)
@@ -564,6 +589,8 @@ class LiveTuner:
             items=running.num_items,
         )
         self._running = None
+        if self._is_first and (writes := self._writes) is not None:
+            self._safely(lambda controller: controller.note_writes(writes.names))
         self._safely(lambda controller: controller.after_step(report), since=ended)
         if self._controller is not None:
             self._watch_over(self._controller)
@@ -577,6 +604,8 @@ class LiveTuner:
             batch: the step's batch, or its first micro-batch.
             bounded: whether the caller knows that a step begins here, whatever gradients are alive.
         """
+        self._leave_trial()
+        self._beside = None
         alone = self._facts.accumulation_steps == 1 and not self._facts.adaptive
         if self._running is not None and self._running.pending and not (alone and self._running.left_early):
             # No complete step() in between: gradients are being accumulated, so nothing may be switched.

@@ -4,7 +4,8 @@ The forward pass is exact; the backward pass uses rounded activations, so gradie
 in groups, each with its own range. Eight bits round to nearest; four bits round up or down at random so that the
 expected value is the number itself, with random numbers that are drawn once per device and leave the run's generators
 alone. Everything that is no large tensor of floating-point numbers (masks, indices, means, parameters and the unit's
-buffers) is kept as it is, and so is a tensor with infinite or undefined numbers.
+buffers) is kept as it is, and so is a tensor with infinite or undefined numbers. What autocast makes of weights is
+rounded, too.
 
 Where a gradient hangs on the exact value of an activation (the maximum of many, a root near 0, a norm over a few
 numbers), the error may be large; a profile measures it. Writing to a compressed activation in place, which torch would

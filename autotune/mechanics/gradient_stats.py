@@ -61,14 +61,14 @@ class GradientProbe:
     def _note(self, index: int) -> Any:
         def hook(gradient: torch.Tensor) -> None:
             # Computed at once: a kept reference would make autograd copy the gradient.
-            self._norms[-1][index] = torch.linalg.vector_norm(gradient.detach()).float()
+            self._norms[-1][index] = torch.linalg.vector_norm(_values_of(gradient.detach())).float()
 
         return hook
 
     def read(self) -> ProbedStep:
         """Return the squared norms of the step, after unscaling and before clipping; one device transfer."""
         present = [index for index, p in enumerate(self._parameters) if p.grad is not None]
-        gradients = [g for index in present if (g := self._parameters[index].grad) is not None]
+        gradients = [_values_of(g) for index in present if (g := self._parameters[index].grad) is not None]
         if not gradients:
             return ProbedStep(parameters=(), sizes=(), micro=(), whole=(), tiny=(), present=())
         zero = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
@@ -226,6 +226,14 @@ def _signal_to_noise(squares: Sequence[float], micro_samples: Sequence[int], who
     sample = noise_sample(squares, micro_samples, whole)
     noise = sample.trace / sum(micro_samples)
     return max(sample.square, 0.0) / noise if noise > 0 else None
+
+
+def _values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the entries of a sparse gradient, which are all but zeros; another gradient itself."""
+    if gradient.layout is torch.strided:
+        return gradient
+    values = gradient.coalesce().values()
+    return values if values.numel() else values.new_zeros(1)
 
 
 def tiny_counts(gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ They show whether a batch may be cut, and how 16 bits change its gradient, which
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,7 +17,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from autotune.mechanics import randomness
 from autotune.mechanics.loop_signals import any_error
-from autotune.profiling.trial_state import ModelState, Pair, sampled
+from autotune.profiling.gradient_sketch import sketches
+from autotune.profiling.trial_state import ModelState, Pair
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ STORAGE_TOLERANCE = 0.2
 LEAST_SHARE = 0.01
 # Largest change of a buffer, as a share of its values, that is due to rounding.
 _ROUNDING = 1e-6
+# Most characters of an error in a reason.
+_MOST_TEXT = 200
 _COUPLED = "a sample's loss depends on the others of its batch (BatchNorm, contrastive losses, capacities)"
 
 
@@ -42,8 +45,8 @@ class Outcome:
 
     Attributes:
         loss: mean loss of the batch.
-        gradients: evenly spaced elements of each parameter's gradient; ``None`` for a parameter without one.
-        changes: evenly spaced elements of each tensor of the model that the passes wrote to, before and after them.
+        gradients: a sketch of each parameter's gradient; ``None`` for a parameter without one.
+        changes: some elements of each tensor of the model that the passes wrote to, before and after them.
         failure: the first exception that a pass raised, as text; ``None`` if none did.
         owners: for each gradient, the ``id()`` of its parameter.
     """
@@ -55,9 +58,15 @@ class Outcome:
     owners: tuple[int, ...] = ()
 
     @property
-    def is_finite(self) -> bool:
-        """Whether all gradients are finite."""
-        return all(one is None or bool(torch.isfinite(one).all()) for one in self.gradients)
+    def is_empty(self) -> bool:
+        """Whether no parameter has a gradient: a loop may skip a batch."""
+        return all(one is None for one in self.gradients)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether other outcomes can be compared with it: no pass failed, and there are gradients, all finite."""
+        finite = all(one is None or bool(torch.isfinite(one).all()) for one in self.gradients)
+        return self.failure is None and finite and not self.is_empty
 
 
 @dataclass(slots=True)
@@ -72,6 +81,7 @@ class Attempt:
         changes: see :class:`Outcome`.
         drew: whether the passes drew random numbers, so that passes over other micro-batches differ.
         copied_bytes: bytes of the copies by which the model's state was restored.
+        left: whether the loop has left the passes before they ended, and their effects are undone.
     """
 
     training: bool
@@ -80,16 +90,23 @@ class Attempt:
     changes: dict[str, Pair] = field(default_factory=dict)
     drew: bool = False
     copied_bytes: int = 0
+    left: bool = False
+    _undo: Callable[[], None] = lambda: None
 
     def outcome(self, parameters: Sequence[nn.Parameter]) -> Outcome:
         """Return the outcome, with the gradients that the passes accumulated in the parameters."""
         gradients: list[torch.Tensor | None] = []
         try:
-            gradients += (None if p.grad is None else sampled(p.grad) for p in parameters)
+            gradients += sketches(parameter.grad for parameter in parameters)
         except any_error() as error:  # a gradient that cannot be compared must not end the run
             self.failures.append(error.with_traceback(None))
-        failure = next((f"{type(error).__name__}: {error}" for error in self.failures), None)
+        failure = next((f"{type(error).__name__}: {_first_line(error)}" for error in self.failures), None)
         return Outcome(float(sum(self.losses)), gradients, self.changes, failure, tuple(map(id, parameters)))
+
+    def leave(self) -> None:
+        """Undo the passes, which the loop may have left; if it has not, they are undone again at their end."""
+        self.left = True
+        self._undo()
 
     @contextmanager
     def undone(self, model: nn.Module, written: Collection[str]) -> Iterator[None]:
@@ -108,21 +125,31 @@ class Attempt:
         own = model.__dict__.get("train")
         # Some loops set the model to training mode at each step, which must have no effect.
         model.__dict__["train"] = lambda mode=True: model
-        try:
-            yield
-            self.changes = state.changes()
-            if state.lost:
-                logger.warning("trial passes wrote to %s, which the model did not write to before", state.lost)
-                self.failures.append(RuntimeError(f"the model writes to {state.lost[0]!r}"))
-        finally:
-            self.drew = randomness.drawn(before) or state.drew
-            del model.__dict__["train"]
+
+        def undo() -> None:
+            model.__dict__.pop("train", None)
             if own is not None:
                 model.__dict__["train"] = own
             state.restore()
             for module, training in modes.items():
                 module.training = training
             randomness.restore(before)
+
+        self._undo, is_closed = undo, False
+        try:
+            yield
+            self.changes = state.changes()
+            if state.lost:
+                logger.warning("trial passes wrote to %s, which the model did not write to before", state.lost)
+                self.failures.append(RuntimeError(f"the model writes to {state.lost[0]!r}"))
+        except GeneratorExit:
+            is_closed = True
+            raise
+        finally:
+            self.drew = randomness.drawn(before) or state.drew
+            if not (is_closed and self.left):
+                # The loop may have gone on for long after it left the passes.
+                undo()
 
 
 def k_lock(whole: Outcome, cut: Outcome, tolerance: float) -> str | None:
@@ -177,13 +204,12 @@ def storage_lock(exact: Outcome, approximate: Outcome, units: Mapping[str, nn.Mo
     """Return why an approximate storage may not be used; ``None`` if it may.
 
     Args:
-        exact: outcome of a batch under exact storages.
+        exact: outcome of a batch under exact storages; usable.
         approximate: outcome of the same batch where some units have the approximate one.
         units: all units, by name; those before the ones that have it are concerned, too.
     """
-    failure = exact.failure or approximate.failure
-    if failure is not None:
-        return f"it fails: {failure}"
+    if approximate.failure is not None:
+        return f"it fails: {approximate.failure}"
     if _difference(exact, approximate) is None:
         return "different parameters get gradients"
     pairs = {
@@ -200,6 +226,11 @@ def storage_lock(exact: Outcome, approximate: Outcome, units: Mapping[str, nn.Mo
         if not error <= STORAGE_TOLERANCE:
             return f"it changes the gradient of {name} by {error:.1%}; at most {STORAGE_TOLERANCE:.0%} is tolerated"
     return None
+
+
+def _first_line(error: Exception) -> str:
+    """Return the beginning of an error's message, which may have pages."""
+    return next(iter(str(error).splitlines()), "")[:_MOST_TEXT]
 
 
 def _same_change(whole: Outcome, cut: Outcome, name: str, tolerance: float) -> bool:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from autotune.mechanics import devices
 from autotune.mechanics.copies import same_bits
 from autotune.mechanics.loop_signals import any_error
+from autotune.mechanics.memory_meter import content_bytes
 from autotune.mechanics.seen_state import GENERATORS, Seen, snapshot_of
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ _MOST_VALUES = 50_000
 # Larger copies are made on the host: a step's memory plan has no room for them. Larger buffers are copied only if the
 # model was seen to write to them.
 _SMALL_BYTES = 2**20
-# Words per checksum.
-_PIECE = 2**18
+# Words per checksum, few because memory may be scarce.
+_PIECE = 2**14
 # Whole numbers by their bytes.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Attributes that are not restored: they are not the user's, or are restored by themselves.
@@ -98,7 +99,7 @@ class ModelState:
         return [name for name, (tensor, mark) in self._left.items() if mark.differs(tensor)]
 
     def changes(self) -> dict[str, Pair]:
-        """Return evenly spaced elements of each tensor that was written to, before and now, by name."""
+        """Return some elements of each tensor that was written to, before and now, by name."""
         found: dict[str, Pair] = {}
         present = dict(_owned(self._model))
 
@@ -271,17 +272,30 @@ def _try(name: str, call: Callable[[], object]) -> None:
 
 
 def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced elements of a tensor, on the host, to leave the device's memory to the passes.
+    """Return some elements of a tensor, on the host, to leave the device's memory to the passes.
 
-    Of a tensor that is spread over ranks, they are elements of this rank's part.
+    Of each of equally long parts it is one at another place, because every n-th element may be of the same column. Of a
+    tensor that is spread over ranks, they are elements of this rank's part.
     """
     own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     stride = max(-(-own.numel() // _COMPARED), 1)
+    numbers = torch.arange(-(-own.numel() // stride), device=own.device)
+    # The product with 2^32 over the golden ratio spreads over all remainders.
+    places = (numbers * stride + (numbers * 2654435769 >> 8) % stride).clamp_(max=own.numel() - 1)
     if own.is_contiguous():
-        return own.reshape(-1)[::stride].cpu().clone()
+        return own.reshape(-1)[places].cpu()
     # A transposed or expanded tensor would be copied as a whole.
-    places = torch.arange(0, own.numel(), stride, device=own.device)
     return own[torch.unravel_index(places, own.shape)].cpu()
+
+
+def copied_bytes(model: nn.Module, written: Collection[str]) -> int:
+    """Return the bytes of weights and buffers that :class:`ModelState` copies.
+
+    Args:
+        model: the model.
+        written: names of the weights and large buffers that are copied.
+    """
+    return content_bytes([tensor for name, tensor in _owned(model) if name in written or not _is_large(tensor)])
 
 
 def _put_back(one: Seen) -> None:
