@@ -62,3 +62,11 @@ def test_infinite_gradients_have_infinite_sketches():
     gradient[5, 5] = float("inf")
     (found,) = sketches([gradient])
     assert not torch.isfinite(found).all()
+
+
+def test_sketches_do_not_depend_on_the_default_device():
+    gradient = drawn(100, 100)
+    expected = sketches([gradient])[0]
+    with torch.device("meta"):
+        found = sketches([gradient])[0]
+    assert torch.equal(found, expected)

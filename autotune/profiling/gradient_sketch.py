@@ -53,9 +53,9 @@ def _sketch(gradient: torch.Tensor, drawn: dict[torch.device, tuple[torch.Tensor
 
 def _draw(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum and the sign of each place, the same each time; the run's own generators are left alone."""
-    generator = torch.Generator().manual_seed(0)
-    places = torch.randint(0, _SUMS, (2 * _PIECE,), generator=generator, dtype=torch.int32)
-    signs = torch.randint(0, 2, (2 * _PIECE,), generator=generator).mul_(2).sub_(1).to(torch.float32)
+    host, generator = torch.device("cpu"), torch.Generator("cpu").manual_seed(0)
+    places = torch.randint(0, _SUMS, (2 * _PIECE,), generator=generator, dtype=torch.int32, device=host)
+    signs = torch.randint(0, 2, (2 * _PIECE,), generator=generator, device=host).mul_(2).sub_(1).to(torch.float32)
     return places.to(device), signs.to(device)
 
 
