@@ -89,6 +89,7 @@ class Ranks:
 
     def __init__(self, model: nn.Module, timeout_s: float) -> None:
         self._group: Any = None
+        self._timeout_s = timeout_s
         # The handle of the asynchronous message sent on leaving, kept alive until it has been sent.
         self._farewell: Any = None
         self.rank, self.world = 0, 1
@@ -124,11 +125,15 @@ class Ranks:
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             self._group = None
-            raise RanksError(f"the ranks could not agree: {error}") from error
+            raise RanksError(self._unheard()) from error
         if table[0]:
             self._group = None
             raise RanksError("another rank has left")
         return [float(value) for value in table[1 : len(values) + 1]]
+
+    def _unheard(self) -> str:
+        # The library's own message names files of its build.
+        return f"another rank has left, or did not answer within rank_timeout_s ({self._timeout_s:g} s)"
 
     def from_first(self, document: dict[str, Any] | None) -> dict[str, Any]:
         """Return the first rank's document, checked by its hash.
@@ -151,7 +156,7 @@ class Ranks:
             dist.broadcast(data, self._first, group=self._group)
         except RuntimeError as error:
             self._group = None
-            raise RanksError(f"the first rank's decision did not arrive: {error}") from error
+            raise RanksError(self._unheard()) from error
         received = data.numpy().tobytes()
         if hashlib.sha256(received[32:]).digest() != received[:32]:
             raise RanksError("the first rank's decision arrived damaged")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
 
 from autotune.errors import AttachError
 from autotune.live.integrations.attaching_callback import WHERE, Attaches
@@ -39,7 +40,7 @@ class AutotuneCallback(Attaches, Callback):
         self.detach("another training begins")
         _check(trainer, pl_module)
         self.tuner = self._attach(
-            pl_module,
+            _callable(trainer, pl_module),
             trainer.optimizers[0],
             total_steps=trainer.max_steps if trainer.max_steps > 0 else None,
             accumulation_steps=trainer.accumulate_grad_batches,
@@ -92,6 +93,12 @@ class AutotuneCallback(Attaches, Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the model as it was found."""
         self.detach(f"{type(exception).__name__} ended the training")
+
+
+def _callable(trainer: Trainer, module: LightningModule) -> nn.Module:
+    """Return the model as the training calls it: on several ranks, the wrapper that reduces gradients."""
+    called = trainer.strategy.model
+    return called if isinstance(called, nn.parallel.DistributedDataParallel) else module
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:

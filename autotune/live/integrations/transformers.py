@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 # The smallest batch that is halved if memory runs out: its half can still be cut in two.
 _LEAST_HALVED = 4
+# Methods of a Trainer in which an exception detaches the tuner. Older versions of the library have no ``_run_epoch``.
+_GUARDED = ("_run_epoch", "training_step")
+# Callbacks that have attached. An exception outside of these methods leaves them so.
+_callbacks: weakref.WeakSet[_Callback] = weakref.WeakSet()
 
 
 class _Recomputing:
@@ -97,9 +104,12 @@ class _Callback(Attaches, TrainerCallback):
 
     framework = "the Trainer"
     _recomputing: _Recomputing | None = None
+    _training: Trainer | None = None
 
     def detach(self, reason: str = "detach() was called") -> None:
         """Restore the model; training continues."""
+        self._training = None
+        _callbacks.discard(self)
         if self.tuner is not None:
             self.tuner.detach(reason)
         if self._recomputing is not None:
@@ -131,16 +141,20 @@ class _Callback(Attaches, TrainerCallback):
         if model is None or optimizer is None:
             raise AttachError("the Trainer passed no model and optimizer", where=WHERE, allowed="a Trainer's run")
         _check(args, model, optimizer)
+        _detach_left()
+        self._training = _running_trainer()
+        called = self._callable(args, model)
         self.tuner = self._attach(
-            self._callable(args, model),
+            called,
             getattr(optimizer, "optimizer", optimizer),
             total_steps=state.max_steps,
             accumulation_steps=args.gradient_accumulation_steps,
             is_first=state.is_world_process_zero,
         )
+        _callbacks.add(self)
         if self.tuner.attached:
             self._recomputing = _Recomputing(model, self.tuner)
-        self._watch(model, self.tuner)
+        self._watch(called, self.tuner)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -150,10 +164,11 @@ class _Callback(Attaches, TrainerCallback):
 
     def _callable(self, args: TrainingArguments, model: nn.Module) -> nn.Module:
         """Return the model as the training calls it."""
-        return model
+        wrapped = getattr(self._training, "model_wrapped", None)
+        return wrapped if isinstance(wrapped, nn.parallel.DistributedDataParallel) else model
 
     def _watch(self, model: nn.Module, tuner: LiveTuner) -> None:
-        """Observe events that the Trainer does not report."""
+        """Observe events that the Trainer does not report; the model is the one that the training calls."""
 
 
 class AutotuneCallback(_Callback):
@@ -165,8 +180,8 @@ class AutotuneCallback(_Callback):
 
     Plans change between optimizer steps. With gradient accumulation a step is planned for the largest micro-batch so
     far, since the Trainer does not show later ones in advance. ``Limits.statistics_every`` is not used: the Trainer
-    shows gradients only after clipping. An exception in a training step detaches the tuner; of one in the update, the
-    data or another callback the Trainer does not notify callbacks: call :meth:`detach` in that case.
+    shows gradients only after clipping. An exception in an epoch detaches the tuner. The Trainer does not tell of one
+    outside of epochs: then the next training detaches it, or :meth:`detach`.
 
     ::
 
@@ -186,8 +201,9 @@ class AutotuneCallback(_Callback):
             self._micro_steps.close()
             self._micro_steps = None
         if self._guarded is not None:
-            if isinstance(vars(self._guarded).get("training_step"), _GuardedStep):
-                del self._guarded.training_step
+            for name in _GUARDED:
+                if isinstance(vars(self._guarded).get(name), _Guarded):
+                    delattr(self._guarded, name)
             self._guarded = None
         super().detach(reason)
 
@@ -198,14 +214,14 @@ class AutotuneCallback(_Callback):
                 where=WHERE,
                 allowed="exact, or tolerant in TunedTrainer or a loop of your own",
             )
-        return model
+        return super()._callable(args, model)
 
     def _watch(self, model: nn.Module, tuner: LiveTuner) -> None:
         self._micro_steps = MicroSteps(model, tuner)
-        trainer = _running_trainer()
-        if trainer is not None and "training_step" not in vars(trainer):
-            trainer.training_step = _GuardedStep(trainer.training_step, self.detach)  # type: ignore[method-assign]
-            self._guarded = trainer
+        self._guarded = self._training
+        for name in _GUARDED:
+            if hasattr(self._guarded, name) and name not in vars(self._guarded):
+                setattr(self._guarded, name, _Guarded(getattr(self._guarded, name), self.detach))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -246,36 +262,46 @@ class AutotuneCallback(_Callback):
             self._micro_steps.end(stepped=not getattr(optimizer, "step_was_skipped", False))
 
 
-class _GuardedStep:
-    """A Trainer's ``training_step``; an exception in it detaches the tuner before it ends the training.
+class _Guarded:
+    """A method of a Trainer; an exception in it detaches the tuner before it ends the training.
 
     Args:
-        step: the Trainer's own.
+        method: the Trainer's own.
         detach: detaches, given a reason.
     """
 
-    def __init__(self, step: Callable[..., torch.Tensor], detach: Callable[[str], None]) -> None:
-        self._step = step
+    def __init__(self, method: Callable[..., Any], detach: Callable[[str], None]) -> None:
+        self._method = method
         self._detach = detach
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the step."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method."""
         try:
-            return self._step(*args, **kwargs)
+            return self._method(*args, **kwargs)
         except BaseException as error:
             self._detach(f"the training ended with {type(error).__name__}")
             raise
 
 
+def _detach_left() -> None:
+    """Detach the tuners that trainings left attached because an exception ended them."""
+    running = {id(one) for top in sys._current_frames().values() for one in _trainers(top, "train")}
+    for callback in list(_callbacks):
+        if callback._training is not None and id(callback._training) not in running:
+            callback.detach("an exception ended the training")
+
+
 def _running_trainer() -> Trainer | None:
     """Return the Trainer whose training calls this function: callbacks are not handed it."""
-    frame = inspect.currentframe()
+    return next(_trainers(inspect.currentframe()), None)
+
+
+def _trainers(frame: FrameType | None, method: str | None = None) -> Iterator[Trainer]:
+    """Yield the Trainers whose methods, or whose methods of one name, run in a frame or in its callers."""
     while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, Trainer):
-            return caller
+        if method in (None, frame.f_code.co_name) and isinstance(caller := frame.f_locals.get("self"), Trainer):
+            yield caller
         frame = frame.f_back
-    return None
 
 
 class TunedTrainer(Trainer):
