@@ -498,9 +498,8 @@ def test_user_exception_propagates_and_a_second_training_starts_fresh(tmp_path: 
         trainer.train()
     first = callback.tuner
     assert first is not None
-    assert first.attached
+    assert first.detached_because == "the training ended with KeyError"
     trainer.train()
-    assert first.detached_because == "another training begins"
     assert all(part._gradient_checkpointing_func is recompute for part in model.model.layers)  # type: ignore[union-attr]
     assert len(logged(callback, "switched")) >= 15
     assert_untouched(model)
@@ -511,6 +510,84 @@ def assert_untouched(model: nn.Module) -> None:
         assert "forward" not in module.__dict__
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
+
+
+class Raises(TrainerCallback):
+    """A callback that raises an error at one event of one step, once."""
+
+    def __init__(self, event: str, step: int, error: BaseException) -> None:
+        self.step, self.left = step, [error]
+        setattr(self, event, self._raise)
+
+    def _raise(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if state.global_step == self.step and self.left:
+            raise self.left.pop()
+
+
+class BadRows(list[Any]):
+    """Rows of which one cannot be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 11:
+            raise KeyError("mine")
+        return super().__getitem__(index)
+
+
+def tuned_by(**options: Any) -> AutotuneCallback:
+    return AutotuneCallback("exact", memory_budget_bytes=10**9, limits=RESTLESS, runs_dir=None, **options)
+
+
+@pytest.mark.parametrize("place", ["rows", "on_step_end", "on_log"])
+def test_an_exception_outside_of_a_step_leaves_nothing_attached(place: str, tmp_path: Path) -> None:
+    model, callback = llama(), tuned_by()
+    raises = [] if place == "rows" else [Raises(place, 3, KeyboardInterrupt("mine"))]
+    trainer = trainer_for(tmp_path, model, padded, [callback, *raises], max_steps=24)
+    if place == "rows":
+        trainer.train_dataset = BadRows(texts())
+    own = set(vars(trainer))
+    with pytest.raises((KeyError, KeyboardInterrupt), match="mine"):
+        trainer.train()
+    assert callback.tuner is not None
+    assert str(callback.tuner.detached_because).startswith("the training ended with Key")
+    assert not {"_run_epoch", "training_step"} & set(vars(trainer)) - own
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("trained_by", ["callback", "TunedTrainer"])
+def test_a_training_replaces_the_tuner_of_one_that_an_exception_ended_outside_of_epochs(
+    trained_by: str, tmp_path: Path
+) -> None:
+    model, left = llama(), tuned_by()
+    raises = Raises("on_epoch_begin", 0, KeyError("mine"))
+    trainer = trainer_for(tmp_path, model, padded, [left, raises], max_steps=3)
+    with pytest.raises(KeyError, match="mine"):
+        trainer.train()
+    assert left.tuner is not None
+    assert left.tuner.attached
+    if trained_by == "callback":
+        trainer_for(tmp_path, model, padded, [tuned_by()], max_steps=3).train()
+    else:
+        made = functools.partial(TunedTrainer, tuning={"runs_dir": None})
+        trainer_for(tmp_path, model, padded, [], trainer_class=made, max_steps=3).train()
+    assert left.tuner.detached_because == "an exception ended the training"
+    assert_untouched(model)
+
+
+def test_a_training_within_another_one_leaves_the_other_attached(tmp_path: Path) -> None:
+    outer = tuned_by()
+    found: list[bool] = []
+
+    class Trains(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            assert outer.tuner is not None
+            if not found:
+                trainer_for(tmp_path, llama(), padded, [tuned_by()], max_steps=2).train()
+                found.append(outer.tuner.attached)
+
+    trainer_for(tmp_path, llama(), padded, [outer, Trains()], max_steps=3).train()
+    assert found == [True]
+    assert outer.tuner is not None
+    assert outer.tuner.detached_because == "the training ended"
 
 
 @pytest.mark.slow

@@ -294,6 +294,21 @@ def test_damaged_decision_is_rejected(place: int, monkeypatch: pytest.MonkeyPatc
     assert ranks.from_first({"open": False}) == {"open": False}
 
 
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast"])
+def test_a_rank_that_does_not_answer_is_told_of_in_plain_words(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(nn.Linear(1, 1), 2.5)
+    ranks.world, ranks._first = 2, 0
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer\nGLHF!")
+
+    for name in ("all_reduce", "broadcast"):
+        monkeypatch.setattr(dist, name, fail if name == call else lambda *_, **__: None)
+    with pytest.raises(RanksError) as caught:
+        ranks.from_first({"open": False})
+    assert str(caught.value) == "another rank has left, or did not answer within rank_timeout_s (2.5 s)"
+
+
 LATE = """
 import dataclasses, sys, time
 sys.path.insert(0, {tests!r})
