@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -100,6 +102,7 @@ def needed(network: Network, plan: autotune.Plan) -> int:
     return meter.peak_bytes
 
 
+@functools.cache
 def budget_of(share: float) -> int:
     """Return a budget between what recomputing everything and what saving everything needs."""
     units = [f"blocks.{number}" for number in range(BLOCKS)]
@@ -114,6 +117,8 @@ def trained(
     network: Network,
     *,
     steps: int,
+    accumulated: int = 1,
+    low: Callable[[Any, int], bool] = lambda *_: False,
     share: float = 0.7,
     storages: tuple[str, ...] = ("compress8",),
     choices: tuple[int, ...] = (1,),
@@ -126,24 +131,27 @@ def trained(
     buffers = sum(buffer.nbytes for buffer in network.buffers())
     budget = budget_of(share) + buffers
     optimizer = torch.optim.Adam(network.parameters(), 1e-3)
+    now = [budget]
     tuner = autotune.attach(
         network,
         optimizer,
         Compresses(choices[-1]),
         mode="tolerant",
-        memory_budget_bytes=budget,
+        memory_budget_bytes=lambda: now[0],
         limits=RESTLESS,
         runs_dir=None,
+        accumulation_steps=accumulated,
         settings=Settings(storages=storages, accumulation_choices=choices),
     )
     plans = []
     for number in range(steps):
         network.steps = number
-        batch, meter = torch.randn(64, 4, WIDTH), MemoryMeter(CPU)
-        for micro in tuner.micro_batches(batch):
+        now[0] = budget_of(0.1) + buffers if low(tuner, number) else budget
+        batches, meter = [torch.randn(64, 4, WIDTH) for _ in range(accumulated)], MemoryMeter(CPU)
+        for micro in itertools.chain.from_iterable(map(tuner.micro_batches, batches)):
             look(tuner, number)
             # Metering is slow.
-            metered = not (tuner.learning or tuner.probing or number % 4)
+            metered = accumulated == 1 and not (tuner.learning or tuner.probing or number % 4)
             with meter.metering(resident_tensors(network, optimizer, [micro])) if metered else contextlib.nullcontext():
                 loss = network(micro).square().mean() * (math.nan if spoilt(number) else 1.0)
                 if is_skipped := skips(tuner, number):
@@ -153,7 +161,7 @@ def trained(
             tuner.step()
         plans.append(tuner.plan)
         if number and tuner.attached and meter.peak_bytes is not None:
-            assert meter.peak_bytes <= budget
+            assert meter.peak_bytes <= now[0]
     return tuner, plans
 
 
@@ -183,6 +191,38 @@ def test_a_unit_that_compression_spoils_later_is_locked_then_and_it_alone() -> N
     assert re.match("in blocks.10: it changes the gradient", tuner.locks["compress8"])
     assert compressed(plans[-1])
     assert "blocks.10" not in compressed(plans[-1])
+
+
+def test_only_the_first_of_accumulated_batches_is_tried_and_none_is_cut() -> None:
+    network, tried, sizes = Network(wild=(9,), after=25), [], []
+    network.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    seen = []
+
+    def look(tuner: Any, number: int) -> None:
+        tried.append((number, tuner.probing))
+
+    tuner, plans = trained(network, steps=110, accumulated=3, look=look)
+    assert set(sizes) == {64}
+    for number in {number for number, is_trial in tried if is_trial}:
+        seen.append([is_trial for one, is_trial in tried if one == number])
+    assert seen
+    assert all(one[-3:] == [False] * 3 for one in seen)
+    assert re.match("in blocks.9: it changes the gradient", tuner.locks["compress8"])
+    assert compressed(plans[-1])
+
+
+def test_what_is_in_doubt_while_the_budget_is_low_is_not_locked() -> None:
+    network, doubts = Network(wild=(9,), after=25), []
+
+    def low(tuner: Any, number: int) -> bool:
+        trials = tuner._controller.run.profiler._lessons.trials
+        if trials.doubted() is not None:
+            doubts.append(number)
+        return bool(doubts) and number < doubts[0] + 80
+
+    tuner, _ = trained(network, steps=200, low=low)
+    assert doubts
+    assert re.match("in blocks.9: it changes the gradient", tuner.locks["compress8"])
 
 
 def test_batches_that_are_not_finite_lock_nothing() -> None:
@@ -260,7 +300,11 @@ def test_what_fails_once_in_a_late_trial_and_not_again_is_not_locked() -> None:
         seen = []
         while (doubted := trials.doubted()) is not None:
             seen.append([*doubted[1]])
-            trials.note_late({}, "all together are" if fails_again and len(doubted[1]) == 3 else None)
+            storage, tried = doubted
+            # What is not an answer does not count as one.
+            trials.note_late(dict.fromkeys(names[:2], storage), "another question")
+            reason = "all together are" if fails_again and len(tried) == 3 else None
+            trials.note_late(dict.fromkeys(tried, storage), reason)
         assert seen == [names[:1], names[1:], names]
         assert ("compress8" in allowed.locks) is fails_again
     assert allowed.locks["compress8"] == "in blocks.1 and blocks.2: it was off once"
@@ -316,12 +360,24 @@ def test_a_tuner_that_is_detached_in_a_trial_pass_leaves_the_model_as_it_was() -
     assert all("forward" not in block.__dict__ for block in network.blocks)
 
 
+def test_trial_passes_stay_in_their_mode_whatever_the_loop_sets() -> None:
+    network = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), nn.Linear(4, 1))
+    with Attempt(training=True).undone(network, ()):
+        network.train()
+        network[0].train()
+        assert not network[0][1].training
+        assert network.eval() is network
+        assert network.training
+    assert network[0][1].training
+    assert all("train" not in vars(module) for module in network.modules())
+
+
 def test_a_loop_that_is_left_in_a_trial_pass_leaves_the_model_as_it_was() -> None:
     network = Network()
     network.dropout, network.norm = nn.Dropout(0.1), nn.BatchNorm1d(4)
     network.register_forward_pre_hook(lambda module, given: module.dropout(module.norm(given[0])))
     optimizer = torch.optim.Adam(network.parameters(), 1e-3)
-    left = []
+    left, tuners = [], []
 
     def train() -> None:
         seeded()
@@ -340,6 +396,7 @@ def test_a_loop_that_is_left_in_a_trial_pass_leaves_the_model_as_it_was() -> Non
                 for micro in pieces:
                     if tuner.probing and number > 2:
                         left.append(pieces)
+                        tuners.append(tuner)
                         raise KeyboardInterrupt
                     tuner.backward(network(micro).square().mean())
                 tuner.step()
@@ -351,9 +408,12 @@ def test_a_loop_that_is_left_in_a_trial_pass_leaves_the_model_as_it_was() -> Non
     assert "train" not in network.__dict__
     assert all("forward" not in block.__dict__ for block in network.blocks)
     network(torch.randn(64, 4, WIDTH)).square().mean().backward()
+    batch = torch.randn(64, 4, WIDTH)
     state, seen = torch.get_rng_state(), network.norm.running_mean.clone()
     # Nothing is undone once more.
     left[0].close()
+    assert not tuners[0].probing
+    assert [len(micro) for micro in tuners[0].micro_batches(batch)] == [64]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(network.norm.running_mean, seen)
     assert all(parameter.grad is not None for parameter in network.head.parameters())

@@ -241,6 +241,11 @@ class LiveProfiler:
         """
         self._use = Shadowing(plan, [other])
 
+    def try_doubted(self, plan: Plan, other: Plan) -> None:
+        """Try what is doubted in the next step's trial passes; the arguments are those of :meth:`try_again`."""
+        self._lessons.trials.try_doubted()
+        self.try_again(plan, other)
+
     def try_unseen(self, planned: Plan, ahead: StepAhead, budget_bytes: int | None) -> Plan | None:
         """Trace the next step under a plan that is not known yet, if its batch is small enough for one.
 

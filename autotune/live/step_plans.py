@@ -148,7 +148,7 @@ class StepPlans:
         if not self._fit([exact], ahead, room):
             return exact.changed(storage=profiler.leanest.storage)
         if self._fit([other], ahead, room) and not exact.needs_loss_scaling:
-            profiler.try_again(exact, other)
+            profiler.try_doubted(exact, other)
         return exact
 
     def _cuts(self, plan: Plan) -> bool:

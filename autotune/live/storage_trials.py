@@ -14,10 +14,8 @@ from autotune.live.allowed_plans import AllowedPlans
 
 # Trial passes for one storage; units that were not tried by then may not have it.
 _MOST_TRIALS = 24
-# Trial passes in a row that show nothing, for example because losses are not finite.
+# Trial passes in a row that show nothing, for example because losses are not finite, after which a storage is locked.
 _MOST_UNJUDGED = 32
-# Steps in which a storage that is in doubt could not be tried, after which it is locked.
-_MOST_WAITS = 32
 
 # Units that should have a storage.
 Group = tuple[Storage, Sequence[str]]
@@ -91,13 +89,15 @@ class StorageTrials:
     def doubted(self) -> Group | None:
         """Return what is to be tried in the next step because a late trial has failed; ``None`` if none has.
 
-        Until it is known which units are bad, none should have an approximate storage. What cannot be tried for long,
-        for example because losses are not finite, is locked.
+        Until it is known which units are bad, none should have an approximate storage.
         """
-        self._waits += self._doubted is not None
-        if self._waits > _MOST_WAITS:
-            self._go_on("it could not be tried again after it had failed")
         return self._doubted
+
+    def try_doubted(self) -> None:
+        """Note that what is doubted is tried in the next step."""
+        self._waits += 1
+        if self._waits > _MOST_UNJUDGED:
+            self._go_on(f"it failed, and {_MOST_UNJUDGED} further trials showed no finite gradients")
 
     def note_late(self, tried: Mapping[str, Storage], reason: str | None) -> None:
         """Record a late trial: of what is doubted, or of all that units have.
@@ -106,8 +106,10 @@ class StorageTrials:
             tried: The storages that were tried, by unit.
             reason: What speaks against them; ``None`` for nothing.
         """
-        if self._doubts is not None:
-            self._go_on(reason)
+        if self._doubted is not None:
+            storage, names = self._doubted
+            if tried == dict.fromkeys(names, storage):
+                self._go_on(reason)
         elif reason is not None:
             self._doubts = self._sort_out(tried, reason)
             self._go_on(None)

@@ -389,7 +389,8 @@ class LiveTuner:
 
     def _passes_beside(self, batch: Any, cutting: Cutting) -> Iterator[Any]:
         controller, running = self._controller, self._running
-        if controller is None or running is None:
+        if controller is None or running is None or running.batches > 1:
+            # Further batches of a step do not answer anew what its first one was asked.
             return
         self._is_first = self._writes is None
         if self._writes is None and self._facts.mode is not Mode.EXACT:
@@ -406,18 +407,14 @@ class LiveTuner:
         # Parameters of another optimizer may have gradients.
         parameters = (*self._facts.model.parameters(), *self._update.parameters)
         parked = self._parked = [(parameter, parameter.grad) for parameter in dict.fromkeys(parameters)]
-        # Passes under other storages alone draw the same numbers.
-        in_training = self._tries_in_training or controller.tries_storages
         try:
             for parameter, _ in parked:
                 parameter.grad = None
-            for training in (True, False) if in_training else (False,):
-                outcomes, copied, drew, again = yield from self._attempts(controller, batch, cutting, training=training)
-                if again or controller.tries_storages or not (training and drew):
-                    break
-                self._tries_in_training = False
+            outcomes, copied, again = yield from self._attempts_in_modes(controller, batch, cutting)
         except GeneratorExit:
             is_left = self._parked is not parked
+            if self._beside is not None and self._beside.left:
+                self._beside = None
             raise
         finally:
             if not is_left:
@@ -440,9 +437,27 @@ class LiveTuner:
 
     def _leave_trial(self) -> None:
         """Undo trial passes that the loop may have left, by an exception or because it detaches the tuner."""
-        if self._beside is not None:
+        if self._beside is not None and not self._beside.left:
             self._beside.leave()
         self._end_trial()
+
+    def _attempts_in_modes(
+        self, controller: Controller, batch: Any, cutting: Cutting
+    ) -> Generator[Any, None, tuple[list[Outcome], int, bool]]:
+        """Yield the pieces of a batch under each plan to try; in evaluation mode if the model draws numbers in training.
+
+        Returns:
+            The outcomes; the bytes of copies beside them; whether the passes should be run again with another batch.
+        """
+        # Passes under other storages alone draw the same numbers.
+        alike = controller.tries_storages
+        if alike or self._tries_in_training:
+            outcomes, copied, drew, again = yield from self._attempts(controller, batch, cutting, training=True)
+            if again or alike or not drew:
+                return outcomes, copied, again
+            self._tries_in_training = False
+        outcomes, copied, _, again = yield from self._attempts(controller, batch, cutting, training=False)
+        return outcomes, copied, again
 
     def _attempts(
         self, controller: Controller, batch: Any, cutting: Cutting, *, training: bool
@@ -456,6 +471,8 @@ class LiveTuner:
         outcomes, copied, drew, again = [], 0, False, False
         self._look_at_writes(updated=True)
         written = frozenset[str]() if self._writes is None else self._writes.names
+        # Batches that the loop accumulates are not cut.
+        cuts = self._facts.accumulation_steps == 1 and not self._facts.adaptive
         for plan in controller.shadows:
             if self._controller is None:
                 # The loop's body has detached the tuner.
@@ -463,7 +480,8 @@ class LiveTuner:
             self._beside = attempt = Attempt(training)
             undone = attempt.undone(self._facts.model, written)
             with controller.trying(plan) as attempt.failures, undone, self._keeping_buffers():
-                for piece, weight in cut(batch, plan.accumulation_steps, cutting, self._whole_tensors).weighed:
+                k = plan.accumulation_steps if cuts else 1
+                for piece, weight in cut(batch, k, cutting, self._whole_tensors).weighed:
                     self._weight = weight
                     with self._synchronised(last=False):
                         yield piece

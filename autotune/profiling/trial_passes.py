@@ -5,6 +5,7 @@ They show whether a batch may be cut, and how 16 bits change its gradient, which
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -122,16 +123,17 @@ class Attempt:
         for module, training in modes.items():
             on = not isinstance(module, _DropoutNd) if self.training else isinstance(module, _NormBase)
             module.training = training and on
-        own = model.__dict__.get("train")
-        # Some loops set the model to training mode at each step, which must have no effect.
-        model.__dict__["train"] = lambda mode=True: model
+        own = {module: module.__dict__.get("train") for module in modes}
+        # Some loops set the model, or parts of it, to training mode at each step, which must have no effect.
+        for module in modes:
+            module.__dict__["train"] = functools.partial(_unchanged, module)
 
         def undo() -> None:
-            model.__dict__.pop("train", None)
-            if own is not None:
-                model.__dict__["train"] = own
             state.restore()
             for module, training in modes.items():
+                module.__dict__.pop("train", None)
+                if own[module] is not None:
+                    module.__dict__["train"] = own[module]
                 module.training = training
             randomness.restore(before)
 
@@ -226,6 +228,11 @@ def storage_lock(exact: Outcome, approximate: Outcome, units: Mapping[str, nn.Mo
         if not error <= STORAGE_TOLERANCE:
             return f"it changes the gradient of {name} by {error:.1%}; at most {STORAGE_TOLERANCE:.0%} is tolerated"
     return None
+
+
+def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Return a module, which stays in its mode."""
+    return module
 
 
 def _first_line(error: Exception) -> str:
