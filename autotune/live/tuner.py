@@ -444,7 +444,7 @@ class LiveTuner:
     def _attempts_in_modes(
         self, controller: Controller, batch: Any, cutting: Cutting
     ) -> Generator[Any, None, tuple[list[Outcome], int, bool]]:
-        """Yield the pieces of a batch under each plan to try; in evaluation mode if the model draws numbers in training.
+        """Yield the pieces of a batch under each plan; in evaluation mode if the model draws numbers in training.
 
         Returns:
             The outcomes; the bytes of copies beside them; whether the passes should be run again with another batch.
