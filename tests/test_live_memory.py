@@ -153,8 +153,8 @@ def assert_within(steps: list[Step], status: dict[str, Any], *, known_to_fit: bo
     # The first step probes each unit on copies of its inputs.
     over = {number: step for number, step in enumerate(steps) if number > 0 and step.largest > step.budget}
     assert not over
-    # The tuner holds no memory of its own while a step runs.
-    assert all(step.own <= step.twin + 100 for step in steps[1:] if step.own is not None)
+    # The tuner holds no memory of its own while a step runs, but for numbers by which it compares recomputed tensors.
+    assert all(step.own <= step.twin + 500 for step in steps[1:] if step.own is not None)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,9 @@ from autotune import EngineOptions, Plan, Storage, TorchEngine
 from autotune.choices import COMPILED_STORAGES, DEFAULT_STORAGES
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.mechanics import controls
+from autotune.mechanics.memory_meter import MemoryMeter
 from autotune.mechanics.recorded_graph import GroupFacts, kept_groups
-from autotune.mechanics.selective import has_compiled_code
+from autotune.mechanics.selective import _digest, has_compiled_code
 from autotune.profiling.profiler import ProfilerOptions, profile
 
 UNCOMPILED = [one for one in Storage if not (one in COMPILED_STORAGES or one.keeps_gathered)]
@@ -588,3 +589,24 @@ def test_peaks_of_mixed_plans_are_predicted(kind: str) -> None:
         engine.close()
         assert measured is not None
         assert 0.998 * measured <= peak_bytes(found, plan) <= 1.002 * measured, plan
+
+
+@pytest.mark.parametrize("kind", ["whole", "transposed", "part", "odd", "bf16", "numbers"])
+def test_recomputed_tensors_are_compared_without_a_copy(kind: str):
+    whole = torch.randn(64, 64, 48)
+    tensor = {
+        "whole": whole,
+        "transposed": whole.transpose(0, 2),
+        "part": whole.split(16, dim=-1)[1],
+        "odd": whole[1:, 1:, :-1],
+        "bf16": whole.to(torch.bfloat16),
+        "numbers": whole.mul(100).to(torch.int64),
+    }[kind]
+    meter = MemoryMeter(torch.device("cpu"))
+    with meter.metering([]):
+        found = _digest(tensor)
+    assert meter.peak_bytes is not None
+    assert meter.peak_bytes <= 500
+    assert torch.equal(_digest(tensor), found)
+    tensor[3, 5, 7] += 1
+    assert not torch.equal(_digest(tensor), found)
