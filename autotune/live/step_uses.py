@@ -194,8 +194,8 @@ class Tracing(Timing):
         run = self._attached
         if self.expected is not None:
             # Garbage that is collected in the step would count as the step's. Automatic collection stays on: a step
-            # that never ends would leave it off. Going through the oldest objects, too, may take as long as ten steps.
-            gc.collect(1)
+            # that never ends would leave it off.
+            gc.collect()
         # Gradients that are alive when a step begins are not static: some frameworks clear them within the step.
         gradients = (parameter.grad for parameter in run.model.parameters())
         self.gradient_bytes = tensor_bytes(gradient for gradient in gradients if gradient is not None)
