@@ -591,7 +591,7 @@ def test_peaks_of_mixed_plans_are_predicted(kind: str) -> None:
         assert 0.998 * measured <= peak_bytes(found, plan) <= 1.002 * measured, plan
 
 
-@pytest.mark.parametrize("kind", ["whole", "transposed", "part", "odd", "bf16", "numbers"])
+@pytest.mark.parametrize("kind", ["whole", "transposed", "part", "odd", "bf16", "complex", "numbers"])
 def test_recomputed_tensors_are_compared_without_a_copy(kind: str):
     whole = torch.randn(64, 64, 48)
     tensor = {
@@ -601,6 +601,7 @@ def test_recomputed_tensors_are_compared_without_a_copy(kind: str):
         "odd": whole[1:, 1:, :-1],
         "bf16": whole.to(torch.bfloat16),
         "numbers": whole.mul(100).to(torch.int64),
+        "complex": torch.complex(whole, whole)[:, :7],
     }[kind]
     meter = MemoryMeter(torch.device("cpu"))
     with meter.metering([]):
@@ -610,3 +611,11 @@ def test_recomputed_tensors_are_compared_without_a_copy(kind: str):
     assert torch.equal(_digest(tensor), found)
     tensor[3, 5, 7] += 1
     assert not torch.equal(_digest(tensor), found)
+
+
+def test_tensors_of_every_format_are_compared():
+    bits, eighth = torch.rand(5, 7) > 0.5, torch.randn(64, 64).to(torch.float8_e4m3fn)
+    values = torch.randn(4, 4, dtype=torch.complex64)
+    odd = [bits, bits[:, :3], eighth, eighth[1:, :7], values, values.conj(), torch.randn(3, 1).expand(3, 8)]
+    for tensor in [*odd, torch.zeros(0), torch.tensor(3.0), torch.full((3, 3), float("nan"))[:, :2]]:
+        assert torch.isclose(_digest(tensor), _digest(tensor), 0, 0, equal_nan=True)

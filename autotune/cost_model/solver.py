@@ -188,12 +188,12 @@ def _best_of_each_k(profile: Profile, usable_bytes: float, goal: Goal) -> list[S
 
 def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:
     """Return the best plan at one k, or ``None`` if none fits."""
-    options = _options(profile, table, goal)
+    base_s, base_bytes = _reference(profile, goal)
+    options = _options(profile, table, goal, base_s)
     fastest = _fastest(profile, table, options)
     if goal.weights.memory == 0 and fastest is not None and peak_bytes(profile, fastest) <= usable_bytes:
         return _solution(profile, fastest, goal, 0.0)
     room = usable_bytes - profile.static_bytes - table.batch_bytes
-    base_bytes = _reference(profile, goal)[1]
     try:
         chosen, gap = ChoiceProgram(table, options, goal.weights.memory * MIB / base_bytes, room).solve()
     except TimeoutError:
@@ -282,10 +282,9 @@ def _plan(profile: Profile, table: StepTable, chosen: dict[str, str]) -> Plan:
     return Plan(accumulation_steps=table.accumulation_steps, precision=precision, storage=storage)
 
 
-def _options(profile: Profile, table: StepTable, goal: Goal) -> dict[str, dict[str, float]]:
-    """Return what the time of each choice of each unit adds to the goal's objective at one k."""
+def _options(profile: Profile, table: StepTable, goal: Goal, base_s: float) -> dict[str, dict[str, float]]:
+    """Return what the time of each choice of each unit adds to the objective at one k, relative to a reference's."""
     worth = samples_of_progress(profile, table.accumulation_steps, goal.noise_scale)
-    base_s, _ = _reference(profile, goal)
     per_second = goal.weights.time * profile.calibration.scale / worth / base_s
     # The profile may contain choices that a lock now forbids.
     saved_only = {unit.name for unit in profile.units if not unit.recomputable}

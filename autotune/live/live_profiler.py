@@ -366,7 +366,7 @@ class LiveProfiler:
         """
         reference, first = outcomes[0], self._lessons.first_plan
         if reference.is_empty and reference.failure is None:
-            # The loop has skipped the batch, or has ended by itself.
+            # The loop has skipped the batch, so that there is nothing to compare.
             return
         rounds = self.probes.autocast is not None or has_16_bit_parameters(self._attached.model)
         for plan, outcome in zip(self.shadows[1:], outcomes[1:], strict=True):

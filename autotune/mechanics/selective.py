@@ -295,13 +295,18 @@ def _check(value: _Value, result: torch.Tensor, unit: Recomputation) -> None:
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number by which a tensor is compared, on its device, without a copy, for which no memory was planned.
 
-    It is a sum over the tensor's bits; of a part of another tensor, whose elements lie apart, it is the norm.
+    It is a sum over the tensor's bits; of a part of another tensor, whose elements lie apart, it is the norm. Of whole
+    numbers that lie apart it is their sum, which needs a copy.
     """
-    own = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    own = tensor.detach()
     own = own.permute(sorted(range(own.dim()), key=own.stride, reverse=True))
-    if own.is_contiguous() and own.nbytes % 8 == own.storage_offset() * own.itemsize % 8 == 0:
+    is_aligned = own.nbytes % 8 == 0 and own.storage_offset() * own.itemsize % 8 == 0
+    if own.is_contiguous() and is_aligned and not (own.is_conj() or own.is_neg()):
         return own.view(-1).view(torch.int64).sum()
-    return torch.linalg.vector_norm(own) if own.is_floating_point() else own.sum(dtype=torch.int64)
+    if own.itemsize > 1 and (own.is_floating_point() or own.is_complex()):
+        norm: torch.Tensor = torch.linalg.vector_norm(own)
+        return norm
+    return (own.view(torch.uint8) if own.itemsize == 1 else own).sum(dtype=torch.int64)
 
 
 def selective(

@@ -71,7 +71,7 @@ class ModelState:
         # Parametrizations and sharding change the class of a module.
         self._kinds: list[tuple[nn.Module, type]] = []
         for name, tensor in _owned(model):
-            if name in written or not _is_large(tensor):
+            if _is_copied(name, tensor, written):
                 _try(name, functools.partial(self._copy, name, tensor))
             elif _is_marked(tensor):
                 _try(name, functools.partial(self._leave, name, tensor))
@@ -262,6 +262,10 @@ def _is_large(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or tensor.nbytes > _SMALL_BYTES
 
 
+def _is_copied(name: str, tensor: torch.Tensor, written: Collection[str]) -> bool:
+    return name in written or not _is_large(tensor)
+
+
 def _try(name: str, call: Callable[[], object]) -> None:
     try:
         call()
@@ -295,7 +299,7 @@ def copied_bytes(model: nn.Module, written: Collection[str]) -> int:
         model: the model.
         written: names of the weights and large buffers that are copied.
     """
-    return content_bytes([tensor for name, tensor in _owned(model) if name in written or not _is_large(tensor)])
+    return content_bytes([tensor for name, tensor in _owned(model) if _is_copied(name, tensor, written)])
 
 
 def _put_back(one: Seen) -> None:
