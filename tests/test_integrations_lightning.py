@@ -303,3 +303,19 @@ def test_invalid_options_stop_training_before_its_first_step(tmp_path: Path) -> 
         with pytest.raises(autotune.InputError, match=said):
             trainer.fit(gpt(), loader(token_batches(3)))
         assert trainer.global_step == 0
+
+
+def test_a_training_replaces_the_tuner_that_another_callback_kept_from_leaving(tmp_path: Path) -> None:
+    class Fails(lightning.Callback):
+        def on_before_backward(self, *_: Any) -> None:
+            raise ValueError("the loop's own")
+
+        on_exception = on_before_backward
+
+    job, callbacks = gpt(), [AutotuneCallback(runs_dir=None) for _ in range(2)]
+    with pytest.raises(ValueError, match="the loop's own"):
+        trainer_for(tmp_path, [Fails(), callbacks[0]]).fit(job, loader(token_batches(4)))
+    assert callbacks[0].tuner.attached
+    trainer_for(tmp_path, [callbacks[1]]).fit(job, loader(token_batches(4)))
+    assert not callbacks[0].tuner.attached
+    assert callbacks[1].tuner.detached_because == "the training ended"

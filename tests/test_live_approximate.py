@@ -177,6 +177,13 @@ def test_units_are_compressed_where_that_fits_the_budget(storage: str) -> None:
     assert not tuner.status["over_budget_steps"]
 
 
+def test_what_had_no_room_while_costs_were_learnt_is_tried_later() -> None:
+    tuner, plans = trained(Network(wild=(7,)), steps=100, low=lambda _, number: number < 30)
+    assert not any(map(compressed, plans[:30]))
+    assert re.match("in blocks.7: it changes the gradient", tuner.locks["compress8"])
+    assert compressed(plans[-1])
+
+
 def test_units_that_compression_spoils_keep_exact_storages() -> None:
     tuner, plans = trained(Network(wild=(7, 10)), steps=40)
     assert tuner.attached

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -628,3 +630,52 @@ def test_steps_that_begin_beside_gradients_at_times_keep_what_the_budget_allows(
         tuner.step()
     assert not lean
     tuner.detach()
+
+
+class _Flagged(nn.Module):
+    """A model with a scripted part and an attribute that is named like a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout, self.last = nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1)
+        self.scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+        self.train = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.train is True
+        return self.last(self.dropout(self.scripted(self.first(x))))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_parts_and_odd_names_survive_trial_passes() -> None:
+    seeded()
+    model = _Flagged()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    tried = 0
+    with autotune.attach(model, optimizer, mode="rounding", runs_dir=None) as tuner:
+        for _ in range(8):
+            for micro in tuner.micro_batches(torch.randn(8, 8)):
+                tried += tuner.probing
+                tuner.backward(model(micro).square().mean())
+            tuner.step()
+        assert tuner.attached
+    assert tried
+
+
+def test_copies_that_a_loop_makes_in_trial_passes_can_be_set_to_any_mode() -> None:
+    seeded()
+    model, copies = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1)), []
+    train = nn.Module.train
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with autotune.attach(model, optimizer, mode="rounding", runs_dir=None) as tuner:
+        for _ in range(8):
+            for micro in tuner.micro_batches(torch.randn(8, 8)):
+                if tuner.probing:
+                    copies.append(copy.deepcopy(model))
+                tuner.backward(model(micro).square().mean())
+            tuner.step()
+    assert copies
+    assert not any(part.training for part in copies[0].eval().modules())
+    assert all(part.training for part in copies[0].train().modules())
+    assert b"autotune" not in pickle.dumps(copies[0])
+    assert nn.Module.train is train

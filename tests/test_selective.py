@@ -619,3 +619,30 @@ def test_tensors_of_every_format_are_compared():
     odd = [bits, bits[:, :3], eighth, eighth[1:, :7], values, values.conj(), torch.randn(3, 1).expand(3, 8)]
     for tensor in [*odd, torch.zeros(0), torch.tensor(3.0), torch.full((3, 3), float("nan"))[:, :2]]:
         assert torch.isclose(_digest(tensor), _digest(tensor), 0, 0, equal_nan=True)
+
+
+class _InPlace(nn.Module):
+    """A part of a mask, which lies at an odd place, is written to and used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = self.inner(x).flatten()
+        mask = (values.detach()[:4001] > 0)[1:4001]
+        mask.logical_not_()
+        return torch.where(mask, values[1:4001].sin(), values[1:4001].cos())
+
+
+@pytest.mark.parametrize("storage", ["selective", "rebuild"])
+def test_tensors_at_odd_places_are_compared_with_their_like(storage: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(_InPlace())
+    controls.apply(model, Plan(storage={"0": storage}))
+    unit = model[0].__dict__["forward"].recomputation
+    unit.checks = True
+    for _ in range(40):
+        model(torch.randn(1001, 5)).sum().backward()
+    assert unit.selections == 40
+    assert unit.barred is None

@@ -18,7 +18,7 @@ from autotune.choices import COMPILED_STORAGES, DEFAULT_STORAGES, STORAGES
 from autotune.cost_model import choice_program
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import Weights
-from autotune.cost_model.profile import Profile, choice_name
+from autotune.cost_model.profile import Profile, Segment, choice_name
 from autotune.cost_model.solver import (
     SAFETY_MARGIN,
     Goal,
@@ -86,6 +86,35 @@ def test_where_the_fastest_choices_fit_no_program_is_solved(monkeypatch: pytest.
     assert solve(profile, 2 * found.peak_bytes) == found
     with pytest.raises(TypeError):
         solve(profile, int(0.7 * found.peak_bytes))
+
+
+def timed_alike(profile: Profile, seconds: float) -> Profile:
+    """Return a profile in which every choice takes as long."""
+
+    def alike(segment: Segment) -> Segment:
+        if segment.unit is None:
+            return segment
+        costs = {name: replace(cost, forward_s=seconds, backward_s=0.0) for name, cost in segment.costs.items()}
+        return replace(segment, costs=costs)
+
+    tables = tuple(replace(table, segments=tuple(map(alike, table.segments))) for table in profile.tables)
+    return replace(profile, tables=tables, uniform_tables={})
+
+
+def test_of_choices_that_take_as_long_one_that_needs_more_is_not_chosen():
+    profile = timed_alike(drawn(0, 2), 1.0)
+    plan = solve(profile).plan
+    for segment in profile.tables[0].segments:
+        if segment.unit is not None:
+            chosen = choice_name(plan.precision_of(segment.unit), plan.storage_of(segment.unit))
+            most = max(cost.saved_bytes for cost in segment.costs.values())
+            assert segment.costs[chosen].saved_bytes < most
+
+
+def test_objectives_that_are_zero_everywhere_have_an_optimum():
+    profile = timed_alike(drawn(0, 2), 0.0)
+    goal = Goal(weights=Weights(time=0.0, energy=1.0))
+    assert solve(profile, int(1.01 * smallest(profile).peak_bytes), goal).gap == 0.0
 
 
 @settings(max_examples=20)

@@ -125,7 +125,7 @@ class ChoiceProgram:
     def __init__(
         self, table: StepTable, options: Mapping[str, Mapping[str, float]], cost_per_mib: float, room_bytes: float
     ) -> None:
-        options = _useful(table, options)
+        options = useful_choices(table, options)
         pairs = [(unit, name) for unit, names in options.items() for name in names]
         self._columns = {pair: number for number, pair in enumerate(pairs, start=_PEAK + 1)}
         choices, boundaries = len(self._columns), len(table.boundaries)
@@ -169,7 +169,7 @@ class ChoiceProgram:
         left = best.cost - bound
         possible = extra <= left
         if left <= _RELATIVE_GAP * abs(best.cost):
-            best = replace(best, gap=max(left, 0.0) / abs(best.cost))
+            best = replace(best, gap=max(left, 0.0) / abs(best.cost) if best.cost else 0.0)
         elif (possible & ~allowed).any():
             best = self._proven(replace(best, gap=left / abs(best.cost)), possible)
         return {unit: name for (unit, name), column in self._columns.items() if best.values[column] > 0.5}, best.gap
@@ -253,7 +253,7 @@ class ChoiceProgram:
         return coo_array((where[:, 2], (at[:, 0], at[:, 1])), shape=(len(rows), self._count)).tocsr()
 
 
-def _useful(table: StepTable, options: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+def useful_choices(table: StepTable, options: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """Return the choices of each unit without those that are no better than another in any respect."""
     facts: dict[str, dict[str, list[float]]] = {
         unit: {name: [cost] for name, cost in own.items()} for unit, own in options.items()

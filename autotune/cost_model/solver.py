@@ -16,7 +16,7 @@ import numpy as np
 
 from autotune.budget import format_bytes
 from autotune.choices import STORAGES
-from autotune.cost_model.choice_program import MIB, ChoiceProgram
+from autotune.cost_model.choice_program import MIB, ChoiceProgram, useful_choices
 from autotune.cost_model.goodput import efficiency
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import Weights
@@ -214,7 +214,9 @@ def _fastest(profile: Profile, table: StepTable, options: Mapping[str, Mapping[s
     """Return the plan with the fastest choice of each unit; ``None`` if it has costs of its own in another table."""
     if not all(options.values()):
         return None
-    plan = _plan(profile, table, {unit: min(own, key=own.__getitem__) for unit, own in options.items()})
+    # Of choices that take as long, one that needs more memory is not useful.
+    useful = useful_choices(table, options)
+    plan = _plan(profile, table, {unit: min(own, key=own.__getitem__) for unit, own in useful.items()})
     return plan if profile.table_for(plan) is table else None
 
 

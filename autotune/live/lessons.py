@@ -224,23 +224,29 @@ class Lessons:
         self._new_shapes += 1
         return self.tracing(plan)
 
-    def late_plan(self, planned: Plan) -> Use | None:
-        """Return a traced step under a plan that is not known yet and fits the next batch; ``None`` if there is none.
+    def late_plan(self, planned: Plan, placements: Placements) -> Use | None:
+        """Return a step that shows what is not known yet and fits the next batch; ``None`` if there is nothing.
 
-        While costs were learnt, the batches may have been too large for it.
+        While costs were learnt, the batches may have been too large for it, or the budget too low.
 
         Args:
             planned: The plan that the step is to run under. It is traced if few plans of its k that save were.
+            placements: The plans of the profile.
         """
         self._until_late -= 1
         if not self.saves_memory or self._late_plans == _LATE_PLANS or self._until_late > 0:
             return None
         plan = next(self._unseen(), planned)
         if plan is planned and (plan in self._knowledge.seen or self._knows_saving_at(plan.accumulation_steps)):
+            use = self._between(placements)
+        else:
+            use = self.tracing(plan)
+        if use is None:
             self._until_late = self._late_every = min(2 * self._late_every, _LATE_EVERY)
-            return None
-        self._late_plans, self._late_every = self._late_plans + 1, 1
-        return self.tracing(plan)
+        else:
+            # The number of trials is limited in itself.
+            self._late_plans, self._late_every = self._late_plans + isinstance(use, Tracing), 1
+        return use
 
     def _knows_saving_at(self, k: int) -> bool:
         """Return whether enough plans of a k that save were traced."""
@@ -319,7 +325,7 @@ class Lessons:
         plan = next(self._unseen(), None)
         if plan is not None:
             return self.tracing(plan)
-        return self._fuller() or self._between() if self.saves_memory else None
+        return self._fuller() or self._between(self._placements()) if self.saves_memory else None
 
     def _unseen(self) -> Iterator[Plan]:
         """Yield the plans that should be known, are not at the next batch's size, and are expected to fit it.
@@ -336,12 +342,15 @@ class Lessons:
             if not shown and known.expected_peak(plan, space, self._ks, self.ahead) <= room:
                 yield plan
 
-    def _between(self) -> Use | None:
+    def _between(self, placements: Placements | None) -> Use | None:
         """Return a step that shows a storage between saving and recomputing in further units.
 
         Beside the units of which it is known, as many have the storage as could be saved. They keep no more than by
         saving; but in the backward pass of one of them, all that is alive while it is recomputed may be alive in
         addition.
+
+        Args:
+            placements: The plans whose peaks are predicted; ``None`` if none are.
 
         Returns:
             The use: a traced step, or one with trial passes if the storage is approximate; ``None`` if all that has
@@ -349,8 +358,7 @@ class Lessons:
         """
         space = self._allowed.space
         between = [one for one in space.storages[1:] if not one.recomputes]
-        placements = self._placements() if between else None
-        if placements is None:
+        if placements is None or not between:
             return None
         lean, length = self._likeliest_lean(placements), self._length(placements)
         fullest = placements.peak_bytes(lean.storing(space.recomputable, space.storages[0]), length)

@@ -20,6 +20,7 @@ from autotune.live.allowed_plans import AllowedPlans, K, tried_choice, tried_sto
 from autotune.live.attached import Attached, Step, StepAhead
 from autotune.live.lessons import TIMED_EACH, TRACES, Lessons
 from autotune.live.live_knowledge import RENEWED_AFTER, Knowledge
+from autotune.live.placement import Placements
 from autotune.live.probe_results import ProbeResults
 from autotune.live.step_uses import Probing, Shadowing, Timing, Tracing, Use
 from autotune.live.storage_trials import Group
@@ -246,13 +247,16 @@ class LiveProfiler:
         self._lessons.trials.try_doubted()
         self.try_again(plan, other)
 
-    def try_unseen(self, planned: Plan, ahead: StepAhead, budget_bytes: int | None) -> Plan | None:
-        """Trace the next step under a plan that is not known yet, if its batch is small enough for one.
+    def try_unseen(
+        self, planned: Plan, ahead: StepAhead, budget_bytes: int | None, placements: Placements
+    ) -> Plan | None:
+        """Learn from the next step what is not known yet, if its batch is small enough for something.
 
         Args:
             planned: The plan that it runs under otherwise.
             ahead: The step.
             budget_bytes: The current memory budget; ``None`` for none.
+            placements: The plans of the profile.
 
         Returns:
             The plan that it runs under; ``None`` to run it as planned.
@@ -260,7 +264,8 @@ class LiveProfiler:
         if self._use is not None or not self.complete or _profiler_runs():
             return None
         self._lessons.ahead, self._lessons.budget_bytes = ahead, budget_bytes
-        self._use = self._lessons.late_plan(planned) if self.knowledge.plans_with(ahead.signature) else None
+        if self.knowledge.plans_with(ahead.signature):
+            self._use = self._lessons.late_plan(planned, placements)
         return None if self._use is None else self._use.plan
 
     def also_watch(self, plan: Plan, ahead: StepAhead) -> None:
@@ -410,10 +415,11 @@ class LiveProfiler:
             reason: What speaks against it; ``None`` for nothing.
         """
         tried = tried_storages(plan, self.shadows[0])
-        if self.complete:
-            self._lessons.trials.note_late(tried, reason)
+        trials = self._lessons.trials
+        if trials.knows(tried):
+            trials.note_late(tried, reason)
         else:
-            self._lessons.trials.note(storage, [*tried], reason)
+            trials.note(storage, [*tried], reason)
 
     def doubted(self) -> Group | None:
         """Return what is to be tried in the next step because a late trial has failed; ``None`` if none has."""

@@ -186,9 +186,9 @@ class StepPlans:
     def _unseen(self, plan: Plan, ahead: StepAhead) -> Plan | None:
         """Return a plan to learn from, in place of the one that the step is to run under; ``None`` to keep that."""
         run = self._run
-        if run.allowed is None or not run.acting or run.agreement.many:
+        if run.allowed is None or not run.acting or run.agreement.many or run.placements is None:
             return None
-        return run.profiler.try_unseen(plan, ahead, run.allowed)
+        return run.profiler.try_unseen(plan, ahead, run.allowed, run.placements)
 
     def _placed_plan(self, ahead: StepAhead, length: float, room: float) -> Plan:
         """Return the plan for a batch: the decided one, with the storage that fits the batch and the budget best."""

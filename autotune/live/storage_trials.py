@@ -46,6 +46,10 @@ class StorageTrials:
         locked = self._allowed.space.locked.get(name, ())
         return not storage.approximates or ((name, storage) in self._good and storage not in locked)
 
+    def knows(self, tried: Mapping[str, Storage]) -> bool:
+        """Return whether the trials of all these storages, by unit, have harmed none before."""
+        return tried.items() <= self._good
+
     def next(self, storage: Storage, names: Iterable[str]) -> Sequence[str]:
         """Return the units in which a storage is tried next; none if all were tried, or enough trials were made.
 

@@ -287,7 +287,7 @@ def _check(value: _Value, result: torch.Tensor, unit: Recomputation) -> None:
     if value.digest is not None:
         found = _digest(result)
         if found.dtype == value.digest.dtype:
-            # Else one is aligned in memory, and the other is not.
+            # Else they are of different kinds, because one of the tensors is aligned in memory and the other is not.
             unit.note_difference(~torch.isclose(found, value.digest, 0, 0, equal_nan=True))
         value.digest = None
 
@@ -306,7 +306,9 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     if own.itemsize > 1 and (own.is_floating_point() or own.is_complex()):
         norm: torch.Tensor = torch.linalg.vector_norm(own)
         return norm
-    return (own.view(torch.uint8) if own.itemsize == 1 else own).sum(dtype=torch.int64)
+    numbers = own.view(torch.uint8) if own.itemsize == 1 else own
+    # Each kind of digest has another dtype.
+    return numbers.sum(dtype=torch.int64).to(torch.int32)
 
 
 def selective(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -123,17 +123,12 @@ class Attempt:
         for module, training in modes.items():
             on = not isinstance(module, _DropoutNd) if self.training else isinstance(module, _NormBase)
             module.training = training and on
-        own = {module: module.__dict__.get("train") for module in modes}
-        # Some loops set the model, or parts of it, to training mode at each step, which must have no effect.
-        for module in modes:
-            module.__dict__["train"] = functools.partial(_unchanged, module)
+        free = _keep_modes(modes)
 
         def undo() -> None:
+            free()
             state.restore()
             for module, training in modes.items():
-                module.__dict__.pop("train", None)
-                if own[module] is not None:
-                    module.__dict__["train"] = own[module]
                 module.training = training
             randomness.restore(before)
 
@@ -230,9 +225,27 @@ def storage_lock(exact: Outcome, approximate: Outcome, units: Mapping[str, nn.Mo
     return None
 
 
-def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Return a module, which stays in its mode."""
-    return module
+def _keep_modes(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Let ``train()`` and ``eval()`` of some modules have no effect, as some loops call them at each step.
+
+    The class's method is replaced, and not the modules' own, which copies of them would take over.
+
+    Returns:
+        A function that gives them their effect back.
+    """
+    kept, former = set(map(id, modules)), nn.Module.train
+
+    @functools.wraps(former)
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        return self if id(self) in kept else former(self, mode)
+
+    def free() -> None:
+        kept.clear()
+        if nn.Module.train is train:
+            nn.Module.train = former  # type: ignore[method-assign]
+
+    nn.Module.train = train  # type: ignore[assignment, method-assign]
+    return free
 
 
 def _first_line(error: Exception) -> str:

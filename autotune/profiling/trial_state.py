@@ -79,8 +79,9 @@ class ModelState:
         for path, part in model.named_modules():
             # Spread weights are replaced by whole ones and back as the model runs.
             tables = [part._buffers, part._modules, *([] if spread else [part._parameters])]
-            tables += [table for name, table in vars(part).items() if "_hooks" in name and isinstance(table, dict)]
-            self._held += [(table, table.copy()) for table in tables]
+            tables += [table for name, table in vars(part).items() if "_hooks" in name]
+            # Those of scripted modules are no dictionaries.
+            self._held += [(table, table.copy()) for table in tables if isinstance(table, dict)]
             self._kinds.append((part, type(part)))
             if not type(part).__module__.startswith(_WRAPPERS):
                 self._held.append((vars(part), vars(part).copy()))

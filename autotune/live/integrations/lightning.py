@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 
 from autotune.errors import AttachError
 from autotune.live.integrations.attaching_callback import WHERE, Attaches
+
+# Callbacks that have attached.
+_callbacks: weakref.WeakSet[AutotuneCallback] = weakref.WeakSet()
 
 
 class AutotuneCallback(Attaches, Callback):
@@ -28,9 +33,12 @@ class AutotuneCallback(Attaches, Callback):
 
     framework = "Lightning"
     _within = _learns = _updates = False
+    _trainer: Trainer | None = None
 
     def detach(self, reason: str = "detach() was called") -> None:
         """Restore the model; training continues."""
+        self._trainer = None
+        _callbacks.discard(self)
         self._within = self._learns = self._updates = False
         if self.tuner is not None:
             self.tuner.detach(reason)
@@ -38,6 +46,10 @@ class AutotuneCallback(Attaches, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach."""
         self.detach("another training begins")
+        for other in list(_callbacks):
+            if other._trainer is not None and other._trainer.state.status is not TrainerStatus.RUNNING:
+                # Lightning tells only the callbacks before one that fails itself.
+                other.detach("an exception ended the training")
         _check(trainer, pl_module)
         self.tuner = self._attach(
             _callable(trainer, pl_module),
@@ -46,6 +58,8 @@ class AutotuneCallback(Attaches, Callback):
             accumulation_steps=trainer.accumulate_grad_batches,
             is_first=trainer.is_global_zero,
         )
+        self._trainer = trainer
+        _callbacks.add(self)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a step, or continue one that accumulates batches."""
