@@ -170,6 +170,20 @@ class Dropping(Block):
         return F.dropout(super().forward(rows), 0.1, self.training)
 
 
+class Attends(nn.Module):
+    """Attends within each sample, with dropout by functions and within a recurrent network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(WIDTH, WIDTH, num_layers=2, batch_first=True, dropout=0.1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rate = 0.1 if self.training else 0.0
+        rows = rows + self.recurrent(rows)[0]
+        mixed = F.scaled_dot_product_attention(rows, rows, rows, None, rate)
+        return F.dropout(F.alpha_dropout(mixed, rate, True), rate) + F.dropout1d(rows, p=rate)
+
+
 class OwnNoise(Block):
     """Draws from generators of its own."""
 
@@ -319,12 +333,13 @@ def trained_blocks(kind: type[Block], dropout: nn.Module | None = None) -> tuple
         (Codebook, "depends on the others"),
     ],
 )
-@pytest.mark.parametrize("dropout", [None, nn.Dropout(0.1)])
+@pytest.mark.parametrize("dropout", [None, nn.Dropout(0.1), Attends()])
 def test_what_couples_samples_in_training_alone_locks_k(
     kind: type[Block], reason: str, dropout: nn.Module | None
 ) -> None:
-    _, pieces, locks = trained_blocks(kind, dropout)
+    model, pieces, locks = trained_blocks(kind, dropout)
     assert pieces == 40
+    assert all(part.dropout == 0.1 for part in model.modules() if isinstance(part, nn.GRU))
     assert reason in locks["accumulation_steps"]
 
 
@@ -335,14 +350,14 @@ def test_random_numbers_and_constants_lock_nothing(kind: type[Block]) -> None:
     assert "accumulation_steps" not in locks
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_trials_leave_no_trace_in_the_state_of_modules(dropout: float) -> None:
-    class Drops(nn.Module):
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_trials_leave_no_trace_in_the_state_of_modules(noise: float) -> None:
+    class Noise(nn.Module):
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return F.dropout(rows, dropout, self.training)
+            return rows + noise * torch.randn_like(rows) if self.training and noise else rows
 
     # If random numbers are drawn, trials run a second time, in evaluation mode.
-    model, _, locks = trained_blocks(Remembering, Drops())
+    model, _, locks = trained_blocks(Remembering, Noise())
     assert "accumulation_steps" not in locks
     for part in model.modules():
         if isinstance(part, Remembering):

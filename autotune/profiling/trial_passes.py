@@ -18,6 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from autotune.mechanics import randomness
 from autotune.mechanics.loop_signals import any_error
+from autotune.profiling import dropout_off
 from autotune.profiling.gradient_sketch import sketches
 from autotune.profiling.trial_state import ModelState, Pair
 
@@ -123,13 +124,19 @@ class Attempt:
         for module, training in modes.items():
             on = not isinstance(module, _DropoutNd) if self.training else isinstance(module, _NormBase)
             module.training = training and on
-        free = _keep_modes(modes)
+        rates = {module: module.dropout for module in modes if isinstance(module, nn.RNNBase)}
+        for module in rates:
+            module.dropout = 0.0
+        free, turn_on = _keep_modes(modes), dropout_off.turn_off()
 
         def undo() -> None:
+            turn_on()
             free()
             state.restore()
             for module, training in modes.items():
                 module.training = training
+            for recurrent, rate in rates.items():
+                recurrent.dropout = rate
             randomness.restore(before)
 
         self._undo, is_closed = undo, False
