@@ -26,6 +26,7 @@ from autotune.io.documents import STRICT, validated
 from autotune.io.files import read_json, write_json
 from autotune.mesh import MESH_FORM, Mesh, is_mesh
 from autotune.optimizers import KINDS
+from autotune.pipeline import PIPELINE_FORM, is_pipeline
 from autotune.units import Unit
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def _is_rate(value: object) -> bool:
 _LAUNCH_CHOICES: Mapping[str, tuple[Callable[[Any], bool], str | Iterable[str]]] = {
     "zero_stage": (lambda value: type(value) is int and 0 <= value <= 3, "0, 1, 2, 3"),
     "mesh": (is_mesh, MESH_FORM),
+    "pipeline": (is_pipeline, PIPELINE_FORM),
     "optimizer": (lambda value: isinstance(value, str) and value in KINDS, KINDS),
     "learning_rate": (_is_rate, "a number above 0"),
     "compile": (lambda value: isinstance(value, bool), "true, false"),
@@ -66,6 +68,7 @@ class Launch:
     Attributes:
         zero_stage: DeepSpeed ZeRO stage, 0 to 3.
         mesh: replicas and shards of FSDP2, such as ``dp=2,shard=2``.
+        pipeline: ranks and stages of a pipeline, such as ``pipe=2,schedule=gpipe``.
         optimizer: one of :data:`autotune.optimizers.KINDS`.
         learning_rate: learning rate of that optimizer; ``None`` follows a rule of thumb.
         compile: whether units are compiled one by one.
@@ -77,6 +80,7 @@ class Launch:
 
     zero_stage: int | None = None
     mesh: str | None = None
+    pipeline: str | None = None
     optimizer: str | None = None
     learning_rate: float | None = None
     compile: bool | None = None
@@ -99,7 +103,7 @@ class Launch:
     @property
     def on_one_rank(self) -> Launch:
         """Return the choices without those that only an engine of several ranks has."""
-        return replace(self, zero_stage=None, mesh=None)
+        return replace(self, zero_stage=None, mesh=None, pipeline=None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the choices that were made, as a JSON object."""

@@ -1,6 +1,6 @@
 """Entry point that torchrun starts: one rank of a job under random plans, which records its results.
 
-The ranks train through DeepSpeed if the layout is a ZeRO stage, and through FSDP2 if it is a mesh.
+The ranks train through DeepSpeed if the layout is a ZeRO stage, and through FSDP2 or a pipeline if it is a mesh.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 from autotune import EngineOptions, Job, TorchEngine
 from autotune.engines.deepspeed_engine import DeepSpeedEngine
 from autotune.engines.fsdp2_engine import Fsdp2Engine
+from autotune.engines.pipeline_engine import PipelineEngine
 from autotune.engines.rank_engine import RankEngine
 from autotune.launching import launched, split
 from autotune.mechanics.collectives import of_all_ranks, of_first_rank
@@ -69,9 +70,11 @@ def make(dropout: float = 0.0, **changes: Any) -> Job:
 
 
 def engine_of(layout: str, job: Job, **settings: Any) -> RankEngine:
-    """Return the engine of a layout: a ZeRO stage, or a mesh."""
+    """Return the engine of a layout: a ZeRO stage, stages of a pipeline, or a mesh."""
     if layout.isdigit():
         return DeepSpeedEngine(job, zero_stage=int(layout), **settings)
+    if layout.startswith("pipe"):
+        return PipelineEngine(job, mesh=layout, **settings)
     return Fsdp2Engine(job, mesh=layout, **settings)
 
 
@@ -133,6 +136,11 @@ def whole(engine: RankEngine) -> list[torch.Tensor]:
     if isinstance(engine, Fsdp2Engine):
         engine.ranked.settle()
         return [parameter.detach().full_tensor() for parameter in engine.model.parameters()]  # type: ignore[attr-defined]
+    if isinstance(engine, PipelineEngine):
+        absent = set(map(id, engine.absent))
+        own = {name: one.detach() for name, one in engine.model.named_parameters() if id(one) not in absent}
+        known = {name: one for ranks in of_all_ranks(own) for name, one in ranks.items()}
+        return [known[name] for name, _ in engine.model.named_parameters()]
     assert isinstance(engine, DeepSpeedEngine)
     import deepspeed
 
@@ -228,7 +236,8 @@ def storage_is_exact(layout: str, steps: int) -> dict[str, Any]:
         draw = random.Random(2)
         for _ in range(steps):
             if switching:
-                engine.apply(at_random(engine.space, draw).changed(accumulation_steps=1))
+                k = engine.space.accumulation_choices[0]
+                engine.apply(at_random(engine.space, draw).changed(accumulation_steps=k))
             engine.run(1)
         digests.append(digest(whole(engine)))
         recomputed += sum(engine.recomputations().values())
@@ -252,7 +261,8 @@ def troubles(layout: str, steps: int) -> dict[str, Any]:
     before = digest(whole(engine))
     saved = engine.snapshot()
     failures = []
-    for rank in range(engine.world):
+    # Only the last stage of a pipeline computes losses.
+    for rank in range(engine.world - 1 if isinstance(engine, PipelineEngine) else 0, engine.world):
         bad["rank"] = rank
         failures.append(str(engine.run(2).failure))
     bad["rank"] = -1

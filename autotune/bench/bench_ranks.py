@@ -21,11 +21,13 @@ from autotune.engines.deepspeed_library import imported
 from autotune.engines.rank_processes import Report, be_rank, run_on_ranks
 from autotune.engines.registry import ENGINES, RankOptions
 from autotune.engines.rendezvous import join_ranks
+from autotune.errors import InputError
 from autotune.io.progress import Reporter
 from autotune.job import Job
 from autotune.mechanics import cutting
 from autotune.mechanics.fully_sharded import spread
 from autotune.mechanics.randomness import seed_all
+from autotune.mesh import Mesh
 from autotune.units import units_of
 
 # Number of starts of the ranks. Engine and loop alternate in being built first, so memory placement favours neither.
@@ -92,8 +94,9 @@ class Fsdp2Loop(RankLoop):
 
     def prepare(self, job: Job, ranks: RankOptions) -> torch.optim.Optimizer:
         """Spread the model over the ranks."""
-        self._model = job.model()
-        spread(self._model, [unit.name for unit in units_of(self._model, job.units)], ranks.whole_mesh, "cpu")
+        self._model, mesh = job.model(), ranks.whole_mesh
+        assert isinstance(mesh, Mesh)
+        spread(self._model, [unit.name for unit in units_of(self._model, job.units)], mesh, "cpu")
         self._optimizer = job.optimizer(self._model.parameters())
         return self._optimizer
 
@@ -124,6 +127,8 @@ def bench_ranks(job: str, ranks: RankOptions, *, pairs: int, seed: int, reporter
     Raises:
         EngineError: if a rank fails; the message quotes its exception.
     """
+    if ranks.engine not in LOOPS:
+        raise InputError(f"engine is {ranks.engine!r}", where="bench overhead", allowed=list(LOOPS))
     loaded = load_job(job)
     reporter.stage(f"{loaded.name}: engine against a plain loop", pairs)
     asked = {"job": job, "ranks": asdict(ranks), "pairs": -(-pairs // _STARTS), "seed": seed}

@@ -10,6 +10,8 @@ from autotune.campaign.setup import Campaign
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import require_feasible
+from autotune.engines.registry import ENGINES
+from autotune.errors import InputError
 from autotune.mechanics.devices import device_kind, is_accelerator
 from autotune.mechanics.known_precisions import named
 from autotune.mechanics.precision import useful_precisions
@@ -60,6 +62,13 @@ def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
     """
     if not any_needs_profile(campaign, names):
         return None
+    if campaign.ranks is not None and not ENGINES[campaign.ranks.engine].has_profile:
+        needing = [name for name in names if needs_profile(name) or (name in METHODS and METHODS[name].needs_profile)]
+        others = [name for name, entry in METHODS.registered.items() if not entry.needs_profile]
+        raise InputError(
+            f"--engine {campaign.ranks.engine} cannot be combined with {', '.join(needing)}: it has no profile",
+            allowed=f"methods and arms that need none, such as {', '.join(others)}",
+        )
     campaign.reporter.stage("profile the units, once", 1)
     ranked = _ranked(campaign)
     if campaign.run is not None and (own := read_matching(campaign.run.path / PROFILE, campaign.job, ranked)):

@@ -101,13 +101,16 @@ JobArgument = Annotated[
 RUNS = Path("runs")
 
 EngineOption = Annotated[
-    str, typer.Option("--engine", help="Training engine: torch; for several ranks, deepspeed or fsdp2.")
+    str, typer.Option("--engine", help="Training engine: torch; for several ranks, deepspeed, fsdp2 or pipeline.")
 ]
 DEFAULT_RANKS = 2
 RanksOption = Annotated[
     int | None,
     typer.Option(
-        "--ranks", min=1, max=256, help="With deepspeed or fsdp2: number of ranks on this machine (default 2)."
+        "--ranks",
+        min=1,
+        max=256,
+        help="With deepspeed, fsdp2 or pipeline: number of ranks on this machine (default 2).",
     ),
 ]
 ZeroStageOption = Annotated[str, typer.Option("--zero-stage", help="With deepspeed: ZeRO stage 0, 1, 2 or 3.")]
@@ -117,7 +120,11 @@ ConfigOption = Annotated[
 ]
 MeshOption = Annotated[
     str | None,
-    typer.Option("--mesh", help="With fsdp2: replicas and shards, such as dp=2,shard=2 (default: shards alone)."),
+    typer.Option(
+        "--mesh",
+        help="With fsdp2: replicas and shards, such as dp=2,shard=2 (default: shards alone). "
+        "With pipeline: its stages, such as pipe=2,schedule=gpipe,units=3/5 (default: pipe and the ranks).",
+    ),
 ]
 
 

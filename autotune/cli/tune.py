@@ -67,7 +67,11 @@ def command(
     ds_config: ConfigOption = None,
     mesh: Annotated[
         str | None,
-        typer.Option("--mesh", help="With fsdp2: replicas and shards, such as dp=2,shard=2, or all to choose."),
+        typer.Option(
+            "--mesh",
+            help="With fsdp2: replicas and shards, such as dp=2,shard=2, or all to choose. "
+            "With pipeline: its stages, such as pipe=2,schedule=gpipe,units=3/5.",
+        ),
     ] = None,
     cluster: ClusterOption = None,
     worker_cores: WorkerCoresOption = 1,

@@ -79,7 +79,7 @@ class RankEngine(TorchEngine, ABC):
         device = device or devices.device_kind(_ranks_here())
         self.connect(device)
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
-        if job.batch_size < self.world:
+        if job.batch_size < self.divides_by:
             raise JobError(
                 f"batch_size is {job.batch_size}, and there are {self.world} ranks",
                 where=f"job {job.name!r}",
@@ -114,6 +114,11 @@ class RankEngine(TorchEngine, ABC):
     @abstractmethod
     def settings(self) -> Mapping[str, Any]:
         """Return the engine's own arguments by name, which must be the same on all ranks."""
+
+    @property
+    def divides_by(self) -> int:
+        """Return the number of parts into which ranks divide a batch."""
+        return self.world
 
     @property
     def ranked(self) -> RankUpdate:
@@ -220,7 +225,7 @@ class RankEngine(TorchEngine, ABC):
                 self.locks[f"storage {storage}"] = "no rank has the whole gradient, whose error must be measured"
         choices = space.accumulation_choices
         if space.k_splits:
-            choices = tuple(k for k in choices if k * self.world <= self.job.batch_size)
+            choices = tuple(k for k in choices if k * self.divides_by <= self.job.batch_size)
         precisions, self.locks = of_first_rank((precisions, self.locks))
         self.fp32_borders = "borders" in self.locks
         storages = tuple(one for one in space.storages if not one.approximates)

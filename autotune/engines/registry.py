@@ -13,6 +13,7 @@ from typing import Any
 from autotune.engines.deepspeed_config import STAGES
 from autotune.errors import InputError
 from autotune.mesh import MESH_FORM, Mesh
+from autotune.pipeline import PIPELINE_FORM, Pipeline
 from autotune.plan import Launch
 
 # The engine that needs no process of its own.
@@ -29,6 +30,7 @@ class EngineEntry:
         options: names of the :class:`RankOptions` that the class takes as arguments.
         requires: optional libraries that it needs, by module.
         has_ranks: whether it synchronises several processes, as a ``RankEngine`` does; others train in one.
+        has_profile: whether the costs of units add up to those of its steps, so that it can be profiled.
     """
 
     module: str
@@ -36,6 +38,7 @@ class EngineEntry:
     options: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     has_ranks: bool = False
+    has_profile: bool = True
 
     def load(self) -> Any:
         """Import and return the class."""
@@ -52,6 +55,9 @@ ENGINES: dict[str, EngineEntry] = {
         has_ranks=True,
     ),
     "fsdp2": EngineEntry("autotune.engines.fsdp2_engine", "Fsdp2Engine", ("mesh",), has_ranks=True),
+    "pipeline": EngineEntry(
+        "autotune.engines.pipeline_engine", "PipelineEngine", ("mesh",), has_ranks=True, has_profile=False
+    ),
 }
 
 
@@ -63,7 +69,8 @@ class RankOptions:
         count: number of processes.
         zero_stage: ZeRO stage, 0 to 3.
         config: the user's own DeepSpeed configuration; ``None`` for none.
-        mesh: with FSDP2, replicas and shards such as ``dp=2,shard=2``; ``None`` shards over all processes.
+        mesh: with FSDP2, replicas and shards such as ``dp=2,shard=2``, where ``None`` shards over all processes; of a
+            pipeline, its layout such as ``pipe=2,schedule=gpipe``, where ``None`` is 1F1B.
         engine: the engine's name in :data:`ENGINES`.
     """
 
@@ -84,9 +91,10 @@ class RankOptions:
             raise InputError(f"ranks is {self.count}", where=where, allowed="1: it trains in one process")
         if type(self.zero_stage) is not int or self.zero_stage not in STAGES:
             raise InputError(f"ZeRO stage is {self.zero_stage!r}", where=where, allowed=STAGES)
-        if self.whole_mesh.ranks != self.count:
-            problem = f"mesh {self.mesh} is for {self.whole_mesh.ranks} ranks, and there are {self.count}"
-            raise InputError(problem, where="--mesh", allowed=MESH_FORM)
+        mesh = self.whole_mesh
+        if mesh.ranks != self.count:
+            problem = f"mesh {self.mesh} is for {mesh.ranks} ranks, and there are {self.count}"
+            raise InputError(problem, where="--mesh", allowed=MESH_FORM if isinstance(mesh, Mesh) else PIPELINE_FORM)
 
     @property
     def layout(self) -> str:
@@ -97,8 +105,10 @@ class RankOptions:
         return str(self.whole_mesh) if "mesh" in options else "alike"
 
     @property
-    def whole_mesh(self) -> Mesh:
-        """Return the mesh of FSDP2."""
+    def whole_mesh(self) -> Mesh | Pipeline:
+        """Return the mesh of FSDP2, or the layout of a pipeline."""
+        if self.engine == "pipeline":
+            return Pipeline(ranks=self.count) if self.mesh is None else Pipeline.parse(self.mesh)
         return Mesh(shard=self.count) if self.mesh is None else Mesh.parse(self.mesh)
 
     def launched(self, launch: Launch) -> Launch:
@@ -107,9 +117,11 @@ class RankOptions:
         Args:
             launch: the job's own launch choices.
         """
-        options = ENGINES[self.engine].options
+        options, mesh = ENGINES[self.engine].options, self.whole_mesh
+        if isinstance(mesh, Pipeline):
+            return replace(launch, pipeline=str(mesh))
         if "mesh" in options:
-            return replace(launch, mesh=str(self.whole_mesh))
+            return replace(launch, mesh=str(mesh))
         return replace(launch, zero_stage=self.zero_stage) if "zero_stage" in options else launch
 
     def arguments(self) -> dict[str, Any]:

@@ -178,7 +178,11 @@ class TorchEngine(EngineBase):
         self._steps_under_plan = 0
         # A batch and how many micro-batches it was cut into, with these.
         self._cut: tuple[Any, int, list[Any]] | None = None
-        controls.apply(self.model, self.plan)
+        controls.apply(self.model, self.here(self.plan))
+
+    def here(self, plan: Plan) -> Plan:
+        """Return the part of a plan that concerns the units in this process; overridden where others have some."""
+        return plan
 
     def arranged(self) -> None:
         """Arrange the model before its optimizer is built; overridden by engines that replace its parameters."""
@@ -214,7 +218,7 @@ class TorchEngine(EngineBase):
         plan = self.space.check(plan)
         if plan == self.plan:
             return
-        controls.apply(self.model, plan, fp32_borders=self.fp32_borders)
+        controls.apply(self.model, self.here(plan), fp32_borders=self.fp32_borders)
         self.plan = plan
         self._steps_under_plan = 0
 
@@ -546,6 +550,25 @@ class TorchEngine(EngineBase):
         """
         return cutting.shares(pieces, self.job.count)
 
+    def passes(self, shares: cutting.Shares, probe: GradientProbe | None) -> list[torch.Tensor]:
+        """Run the passes of a step's micro-batches, and return their weighted losses.
+
+        Args:
+            shares: the micro-batches of :meth:`shares`.
+            probe: the probe to tell where a micro-batch begins; ``None`` for a step that is not sampled.
+        """
+        losses = []
+        for piece, weight in shares.here:
+            if probe is not None:
+                probe.next_micro_batch()
+            self.phase("forward")
+            loss = self.job.loss(self.called, piece)
+            self.phase("backward")
+            self.update.backward(loss, weight)
+            self.phase("update")
+            losses.append(loss.detach() * weight)
+        return losses
+
     def probe(self) -> GradientProbe:
         """Return the probe that observes a sampled step's gradients."""
         return GradientProbe(self.update.parameters)
@@ -664,16 +687,7 @@ class _Attempt:
         engine = self._engine
         engine.update.begin(len(shares.here))
         engine.clock.enter("compute")
-        losses = []
-        for piece, weight in shares.here:
-            if probe is not None:
-                probe.next_micro_batch()
-            engine.phase("forward")
-            loss = engine.job.loss(engine.called, piece)
-            engine.phase("backward")
-            engine.update.backward(loss, weight)
-            engine.phase("update")
-            losses.append(loss.detach() * weight)
+        losses = engine.passes(shares, probe)
         engine.clock.enter("update")
         self.norm = engine.update.unscale()
         self.loss = engine.total(losses)

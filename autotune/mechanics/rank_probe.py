@@ -79,9 +79,7 @@ class RankProbe(GradientProbe):
             whole /= copies
         zero = torch.zeros((), dtype=torch.float32, device=device)
         own = torch.stack([torch.stack(row) for row in self._rows(range(len(self._parameters)), zero)]).square()
-        gathered = [torch.empty_like(own) for _ in range(world)]
-        distributed.all_gather(gathered, own)
-        micro = [row for row, bears in zip(torch.cat(gathered).tolist(), self._bearing, strict=True) if bears]
+        micro = [row for row, bears in zip(self.micro_batches(own).tolist(), self._bearing, strict=True) if bears]
         squares, tiny, present = whole.tolist()
         return ProbedStep(
             parameters=tuple(self._parameters),
@@ -91,3 +89,13 @@ class RankProbe(GradientProbe):
             tiny=tuple(tiny),
             present=tuple(present),
         )
+
+    def micro_batches(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the squared norms of all ranks' micro-batches, by parameter, in order of ranks.
+
+        Args:
+            own: those of this rank's micro-batches, shape (micro-batches, parameters).
+        """
+        gathered = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(gathered, own)
+        return torch.cat(gathered)

@@ -127,6 +127,9 @@ class Update:
             # In the dtype that the norm was computed in: another one would round the factor differently. The norm of
             # complex gradients is real.
             pairs = [(owner, owner.grad) for owner in self.parameters if owner.grad is not None]
+            if not pairs:
+                # Other ranks have the whole gradient.
+                return
             owners, gradients = zip(*pairs, strict=True)
             dtype = functools.reduce(torch.promote_types, {gradient.dtype.to_real() for gradient in gradients})
             for alike in _by_mesh(owners, gradients):

@@ -32,7 +32,9 @@ class WeightUse:
     calls: tuple[str, ...]
 
 
-def weight_use(model: nn.Module, names: Sequence[str], run: Callable[[], object]) -> WeightUse:
+def weight_use(
+    model: nn.Module, names: Sequence[str], run: Callable[[], object], *, where: str = "engine fsdp2"
+) -> WeightUse:
     """Return how a loss uses a model.
 
     Only weights of contained modules can be gathered when the module is called, and released after that. Modules whose
@@ -43,6 +45,7 @@ def weight_use(model: nn.Module, names: Sequence[str], run: Callable[[], object]
         model: the model.
         names: names of modules that do not overlap.
         run: function that computes the loss once.
+        where: what needs to know it, for errors.
 
     Raises:
         JobError: if the loss uses parts of the model before it calls the model, or without calling it, or if it writes
@@ -62,13 +65,13 @@ def weight_use(model: nn.Module, names: Sequence[str], run: Callable[[], object]
     with watched.of(model, names), watched:
         run()
     if not watched.called_model:
-        raise _uncalled("but not the model")
+        raise _uncalled("but not the model", where)
     if watched.early:
-        raise _uncalled("before it calls the model")
+        raise _uncalled("before it calls the model", where)
     if watched.changed:
         raise JobError(
             f"loss writes to parameter {watched.changed[0]}, of which it has only a gathered copy",
-            where="engine fsdp2",
+            where=where,
             allowed="a model whose weights only the optimizer changes, or --engine torch",
         )
     left = shared | watched.elsewhere | watched.hidden | watched.written()
@@ -78,10 +81,10 @@ def weight_use(model: nn.Module, names: Sequence[str], run: Callable[[], object]
     )
 
 
-def _uncalled(how: str) -> JobError:
+def _uncalled(how: str, where: str) -> JobError:
     return JobError(
         f"loss calls parts of the model, {how}" if how.startswith("but") else f"loss uses parts of the model {how}",
-        where="engine fsdp2",
+        where=where,
         allowed="a loss that first calls the model, which gathers the weights that belong to no unit",
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 from autotune.cost_model.profile import Profile
 from autotune.engines.rank_processes import RanksError, Report, be_rank, run_on_ranks
 from autotune.engines.registry import ENGINES, RankOptions
-from autotune.errors import JobError
+from autotune.errors import InputError, JobError
 from autotune.measurement import Failure
 from autotune.mechanics.devices import device_kind
 from autotune.profiling.profiler import ProfilerOptions, profile
@@ -51,6 +51,9 @@ def profile_on_ranks(
         InputError: if the engine cannot be profiled, its library is missing, or its configuration contradicts the job.
         JobError: if a rank ends before the profile is done.
     """
+    if not ENGINES[ranks.engine].has_profile:
+        able = [f"--engine {name}" for name, entry in ENGINES.items() if entry.has_profile]
+        raise InputError(f"--engine {ranks.engine} cannot be profiled: costs of its units do not add up", allowed=able)
     began, no_room = time.perf_counter(), list[str]()
     asked = {
         "job": job,

@@ -1,0 +1,471 @@
+"""Train a job on several ranks, each of which computes some stages of the model."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.utils._pytree import tree_map
+
+from autotune import knobs
+from autotune.engines.job_checks import ask
+from autotune.engines.rank_engine import RankEngine
+from autotune.engines.rendezvous import join_ranks
+from autotune.engines.torch_engine import EngineOptions, TorchEngine
+from autotune.errors import InputError, JobError
+from autotune.job import Job
+from autotune.mechanics import cutting, randomness, stepping
+from autotune.mechanics.buffers import copy_buffers, write_buffers
+from autotune.mechanics.gradient_stats import GradientProbe
+from autotune.mechanics.memory_meter import resident_tensors
+from autotune.mechanics.model_stages import Like, ModelStages, Shapes, StageRun, unit_operations
+from autotune.mechanics.rank_probe import RankProbe, RankUpdate
+from autotune.mechanics.trees import map_tensors, tensors
+from autotune.mechanics.weight_use import weight_use
+from autotune.pipeline import PIPELINE_FORM, Pipeline, balanced, passes_of
+from autotune.plan import Plan
+from autotune.profiling import dropout_off
+
+_WHERE = "engine pipeline"
+# A tensor that is being sent, and what waits until it was.
+_Sent = tuple[torch.Tensor, Any]
+
+
+class PipelineEngine(RankEngine):
+    """An engine that trains one job on ranks each of which computes some stages of the model.
+
+    The k micro-batches of a plan go through the stages one after another. Parameters of units are on the rank of their
+    stage alone; those that belong to no unit, or that several stages use, are on all ranks, which add up their
+    gradients.
+
+    Args:
+        job: the job; all ranks read its batches.
+        mesh: ranks, schedule and the units of each stage, such as ``pipe=2,schedule=gpipe,units=3/5``; ``None`` for
+            1F1B on all ranks, with units divided by their counted operations.
+        seed: random seed for weights, batches and training.
+        device: ``cpu``, or an accelerator's type; each rank takes the device with its local rank. ``None`` for the
+            accelerator of this machine, if any.
+        options: how to measure.
+
+    Attributes:
+        pipeline: the layout of the ranks, with the units of each stage.
+
+    Raises:
+        InputError: if the layout does not fit the ranks, or ranks were started with different arguments.
+        JobError: if the job cannot be used, or its model cannot be computed in stages.
+    """
+
+    title = "pipeline"
+    unscaled_because = "ranks would have to agree on which gradients overflowed"
+    not_asked_because = "no rank has the whole gradient, whose error must be measured"
+    unreleased_because = "a unit's gradient is there only after all micro-batches"
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        mesh: str | None = None,
+        seed: int = 0,
+        device: str | None = None,
+        options: EngineOptions | None = None,
+    ) -> None:
+        self._asked = None if mesh is None else Pipeline.parse(mesh)
+        # What stages are handed for micro-batches of some shapes, and of which the next rank knows it.
+        self._known: dict[Any, tuple[Like, bool, Shapes]] = {}
+        self._told: set[Any] = set()
+        super().__init__(job, seed=seed, device=device, options=options)
+
+    def connect(self, device: str) -> None:
+        """Join the process group of the ranks, or make one of this process alone."""
+        join_ranks(device)
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the layout."""
+        return {"mesh": str(self.pipeline)}
+
+    @property
+    def absent(self) -> Sequence[nn.Parameter]:
+        """Return what the model has here in the place of other ranks' parameters: zeros that take no memory."""
+        return self._stages.absent
+
+    @property
+    def divides_by(self) -> int:
+        """Return 1: all ranks compute a part of each sample."""
+        return 1
+
+    # ---------------------------------------------------------------------------------------------------- arrangement
+
+    def arranged(self) -> None:
+        """Divide the model into stages, and release those of other ranks."""
+        asked = self._asked or Pipeline(ranks=self.world)
+        names = [unit.name for unit in self.space.units]
+        if asked.ranks != self.world:
+            problem = f"mesh {asked} is for {asked.ranks} ranks, and there are {self.world}"
+            raise InputError(problem, where="--mesh", allowed=PIPELINE_FORM)
+        if knobs.reduces_in_16_bit(self.job.launch.knobs):
+            raise InputError(f"+{knobs.REDUCE}=bf16 is not possible", where=_WHERE, allowed="--engine fsdp2")
+        if asked.stages > len(names) or (asked.units and sum(asked.units) != len(names)):
+            problem = f"mesh {asked} has {sum(asked.units) or asked.stages} units, and the model has {len(names)}"
+            raise InputError(problem, where="--mesh", allowed="at least one unit in each stage, and all units in one")
+        self.restrict_space()
+        contained = self._contained(names)
+        counts = asked.units or self._balanced(names, asked.stages)
+        self.pipeline = replace(asked, units=counts)
+        self._stages = ModelStages(self.model, names, counts, where=_WHERE)
+        self._is_apart = bool(self._checked(self._stages.require_chain))
+        shared, own = self._stages.shared(contained), range(self.rank, asked.stages, self.world)
+        is_trained = [one.requires_grad for one in self.model.parameters()]
+        self._stages.keep(own, shared)
+        self._trained = list(itertools.compress(self.model.parameters(), is_trained))
+        if not any(one.requires_grad for one in self.model.parameters()):
+            # All of this rank's are frozen: optimizers must have a parameter, which gets no gradient here.
+            for parameter in itertools.islice(itertools.compress(self.model.parameters(), is_trained), 1):
+                parameter.requires_grad_(True)
+        everywhere = set(map(id, shared))
+        self._shared = [place for place, one in enumerate(self._trained) if id(one) in everywhere]
+        self._own_units = {name for stage in own for name in self._stages.parts[stage]}
+        self._leave_out_k()
+        self.plan = self.space.baseline()
+        self._forward_group, self._backward_group = distributed.new_group(), distributed.new_group()
+
+    def _leave_out_k(self) -> None:
+        """Leave out numbers of micro-batches that cannot be interleaved."""
+        possible = []
+        for k in self.space.accumulation_choices:
+            try:
+                passes_of(self.pipeline, 0, k)
+                possible.append(k)
+            except ValueError:
+                continue
+        if not possible:
+            problem = f"no k of {self.space.accumulation_choices} can be interleaved on {self.world} ranks"
+            raise InputError(problem, where=_WHERE, allowed=f"an accumulation choice that {self.world} divides")
+        self.space = replace(self.space, accumulation_choices=tuple(possible))
+
+    def _contained(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the units whose parameters nothing else uses; each must be called once, in their order."""
+        with torch.no_grad():
+            use = self._checked(lambda compute: weight_use(self.model, names, compute, where=_WHERE))
+        if list(use.calls) != list(names):
+            called = ", ".join(use.calls[:8])
+            problem = f"the loss calls the units {called}{', ...' if len(use.calls) > 8 else ''}"
+            allowed = f"a model that calls each of its {len(names)} units once, in their order"
+            raise JobError(problem, where=_WHERE, allowed=allowed)
+        contained: tuple[str, ...] = use.contained
+        return contained
+
+    def _balanced(self, names: Sequence[str], stages: int) -> tuple[int, ...]:
+        """Return the numbers of units that balance the stages by counted operations, the same in each run."""
+        counts, first, last = self._checked(lambda compute: unit_operations(self.model, names, compute))
+        # Units without products take time, too.
+        least = max(sum(counts), 1.0) / (100 * len(counts))
+        return balanced([count + least for count in counts], stages, first=first, last=last)
+
+    def _checked(self, act: Callable[[Callable[[], torch.Tensor]], Any]) -> Any:
+        """Return what a function of the loss of a micro-batch returns; dropout is off, and nothing changes."""
+        piece = self._pending[0]
+        if self.job.batching == "fixed":
+            piece = cutting.Cutting.of(self.job).pieces(piece, self.space.accumulation_choices[-1])[0]
+        buffers, turn_on = copy_buffers(self.model), dropout_off.turn_off()
+        modes = {module: module.training for module in self.model.modules()}
+        for module in modes:
+            # Dropout and the like: what normalises over the batch must do so here, too.
+            module.training = module.training and isinstance(module, nn.modules.batchnorm._NormBase)
+        try:
+            with randomness.isolated():
+                return act(lambda: ask(self.job, "loss", functools.partial(self.job.loss, self.model, piece)))
+        finally:
+            turn_on()
+            for module, training in modes.items():
+                module.training = training
+            write_buffers(self.model, buffers)
+            self.model.zero_grad(set_to_none=True)
+
+    def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
+        """Return the update of the job's optimizer over this rank's parameters."""
+        return PipelineUpdate(
+            optimizer,
+            self._trained,
+            self._shared,
+            absent=self.absent,
+            clip_norm=self.job.clip_norm,
+            device_type=self.device.type,
+            keeps_gradients=self._is_apart,
+        )
+
+    def here(self, plan: Plan) -> Plan:
+        """Return the part of a plan that concerns this rank's units."""
+        return plan.changed(
+            precision={name: one for name, one in plan.precision.items() if name in self._own_units},
+            storage={name: one for name, one in plan.storage.items() if name in self._own_units},
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def shares(self, pieces: Sequence[Any]) -> cutting.Shares:
+        """Return all micro-batches of a step: each goes through all ranks.
+
+        Where some have no loss-bearing items, and the others cannot be interleaved, one is repeated at weight 0.
+        """
+        found = TorchEngine.shares(self, pieces)
+        missing = -len(found.here) % self.world if self.pipeline.stages > self.world else 0
+        self._bearing = [True] * len(found.here) + [False] * missing
+        return replace(found, here=found.here + ((found.here[0][0], 0.0),) * missing) if missing else found
+
+    def passes(self, shares: cutting.Shares, probe: GradientProbe | None) -> list[torch.Tensor]:
+        """Run this rank's passes in the order of the schedule; only the last stage has losses."""
+        pieces, update = [piece for piece, _ in shares.here], self.ranked
+        assert isinstance(update, PipelineUpdate)
+        ends: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        losses: list[torch.Tensor] = []
+        sent: list[_Sent] = []
+        last = self.pipeline.stages - 1
+        for one in passes_of(self.pipeline, self.rank, len(pieces)):
+            key = one.stage, one.micro
+            if not one.backward:
+                received, shapes = self._receive_forward(one.stage, pieces[one.micro])
+                run = StageRun(one.stage, received, shapes)
+                loss = functools.partial(self.job.loss, self.called, pieces[one.micro])
+                result = self._stages.forward(run, loss)
+                ends[key] = received, result
+                if one.stage < last:
+                    sent += self._send_forward(one.stage, pieces[one.micro], result, run.shapes)
+                continue
+            if probe is not None:
+                probe.next_micro_batch()
+            received, result = ends.pop(key)
+            if one.stage == last:
+                weight = shares.here[one.micro][1]
+                update.backward(result, weight)
+                losses.append(result.detach() * weight)
+            elif result.requires_grad:
+                update.backward_from(result, self._receive_backward(one.stage, result))
+            if received is not None and received.requires_grad:
+                sent.append(self._send_backward(one.stage, received))
+        for _, work in sent:
+            self._wait(work.wait)
+        return losses
+
+    def _receive_forward(self, stage: int, piece: Any) -> tuple[torch.Tensor | None, Shapes]:
+        """Return what a stage is handed, and the shapes of what the units before it have returned."""
+        if stage == 0:
+            return None, {}
+        key, before = (stage, _signature(piece)), (stage - 1) % self.world
+        if key not in self._known:
+            told: list[Any] = [None]
+            self._wait(lambda: distributed.recv_object_list(told, src=before, group=self._forward_group))
+            self._known[key] = told[0]
+        like, trained, shapes = self._known[key]
+        received = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        self._wait(lambda: distributed.recv(received, src=before, group=self._forward_group, tag=stage))
+        return received.requires_grad_(trained), dict(shapes)
+
+    def _send_forward(self, stage: int, piece: Any, result: torch.Tensor, shapes: Shapes) -> list[_Sent]:
+        """Send what a stage has computed; before the first micro-batch of these shapes, also its own shape."""
+        key, after = (stage + 1, _signature(piece)), (stage + 1) % self.world
+        if key not in self._told:
+            told = [(Like(tuple(result.shape), result.dtype), result.requires_grad, dict(shapes))]
+            self._wait(lambda: distributed.send_object_list(told, dst=after, group=self._forward_group))
+            self._told.add(key)
+        sent = result.detach().contiguous()
+        return [(sent, distributed.isend(sent, dst=after, group=self._forward_group, tag=stage + 1))]
+
+    def _receive_backward(self, stage: int, result: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of what a stage has sent."""
+        gradient = torch.empty_like(result, memory_format=torch.contiguous_format)
+        after = (stage + 1) % self.world
+        self._wait(lambda: distributed.recv(gradient, src=after, group=self._backward_group, tag=stage))
+        return gradient
+
+    def _send_backward(self, stage: int, received: torch.Tensor) -> _Sent:
+        """Send the gradient of what a stage was handed."""
+        sent = torch.zeros_like(received) if received.grad is None else received.grad.contiguous()
+        before = (stage - 1) % self.world
+        return sent, distributed.isend(sent, dst=before, group=self._backward_group, tag=stage - 1)
+
+    def _wait(self, act: Callable[[], object]) -> None:
+        """Exchange something with another rank, whose time counts as communication."""
+        self.clock.enter("communication")
+        act()
+        self.clock.enter("compute")
+
+    def total(self, losses: Sequence[torch.Tensor]) -> float:
+        """Return the mean loss per item of the whole step, which the last stage knows."""
+        known = torch.tensor([0.0, len(losses)], device=self.device)
+        if losses:
+            known[0] = torch.stack([loss.float() for loss in losses]).sum()
+        distributed.all_reduce(known)
+        total, count = known.tolist()
+        return total if count else math.nan
+
+    def probe(self) -> GradientProbe:
+        """Return the probe that observes a sampled step's gradients on all ranks."""
+        order = passes_of(self.pipeline, self.rank, len(self._bearing))
+        return _PipelineProbe(self.ranked, self._trained, [one.micro for one in order if one.backward], self._bearing)
+
+    def evaluate(self) -> float:
+        """Return the job's metric in the user's own precision: each unit is computed on its own rank."""
+        with self._stages.exchanging(self._exchange):
+            return super().evaluate()
+
+    def _exchange(self, stage: int, output: Any) -> Any:
+        """Return a unit's output on all ranks."""
+        owner = stage % self.world
+        own = owner == self.rank
+        told = [map_tensors(lambda one: Like(tuple(one.shape), one.dtype), output) if own else None]
+        distributed.broadcast_object_list(told, src=owner)
+        leaves: list[torch.Tensor] = []
+
+        def shared(like: Like, leaf: torch.Tensor | None = None) -> torch.Tensor:
+            found = torch.empty(like.shape, dtype=like.dtype, device=self.device) if leaf is None else leaf.contiguous()
+            distributed.broadcast(found, src=owner)
+            return found
+
+        if not own:
+            return tree_map(lambda one: shared(one) if isinstance(one, Like) else one, told[0])
+        leaves = tensors(output)
+        for leaf in leaves:
+            shared(Like(tuple(leaf.shape), leaf.dtype), leaf)
+        return output
+
+
+class PipelineUpdate(RankUpdate):
+    """Updates in which each rank updates the parameters of its stages, and all update the shared ones alike.
+
+    Args:
+        optimizer: the job's optimizer over this rank's parameters.
+        trained: the model's trained parameters; those of other ranks have no values here.
+        shared: the places of the shared ones among them.
+        absent: what is in the place of parameters of other ranks.
+        clip_norm: norm at which gradients are clipped; ``None`` for no clipping.
+        device_type: the device's type.
+        keeps_gradients: whether each parameter has a gradient from one stage alone, so that norms can be observed.
+    """
+
+    copies = 1
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trained: Sequence[nn.Parameter],
+        shared: Sequence[int],
+        *,
+        absent: Iterable[nn.Parameter],
+        clip_norm: float | None,
+        device_type: str,
+        keeps_gradients: bool,
+    ) -> None:
+        super().__init__(optimizer, clip_norm=clip_norm, device_type=device_type, order=trained)
+        self.keeps_gradients = keeps_gradients
+        self._trained, self._absent, self._accumulates = trained, set(map(id, absent)), False
+        self._shared = [(place, trained[place]) for place in shared]
+
+    def begin(self, micro_batches: int) -> None:
+        """Announce the number of micro-batches of the next update."""
+        self._accumulates = micro_batches > 0
+
+    def backward_from(self, result: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Accumulate the gradient of one micro-batch from that of what a stage has sent."""
+        self._accumulating = True
+        result.backward(gradient)
+
+    def unscale(self) -> float:
+        """Add up the gradients of shared parameters, and return the whole gradient's 2-norm, the same on every rank."""
+        if self._shared:
+            first = self._shared[0][1]
+            there = torch.tensor([one.grad is not None for _, one in self._shared], dtype=torch.float32)
+            there = there.to(first.device)
+            distributed.all_reduce(there)
+            for count, (_, parameter) in zip(there.tolist(), self._shared, strict=True):
+                if count:
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else _dense(parameter.grad)
+                    gradient = gradient.contiguous()
+                    distributed.all_reduce(gradient)
+                    parameter.grad = gradient
+        # Gradients of shared parameters are there on all ranks now.
+        self._accumulating = self._accumulates
+        return self._norm()
+
+    def _norm(self) -> float:
+        """Return the 2-norm of the whole gradient, of the parameters' norms in the order of the model."""
+        shards = self.shards()
+        norms = torch.zeros(2, len(self._trained), dtype=torch.float64, device=self._trained[0].device)
+        if shards:
+            where = torch.tensor([place for place, _ in shards], device=norms.device)
+            own = torch.stack([norm.double() for norm in torch._foreach_norm([gradient for _, gradient in shards])])
+            norms.index_copy_(1, where, torch.stack([own, torch.ones_like(own)]))
+        distributed.all_reduce(norms)
+        dtype = functools.reduce(torch.promote_types, {one.dtype.to_real() for one in self._trained})
+        return float(torch.linalg.vector_norm(norms[0][norms[1] > 0].to(dtype)))
+
+    def shards(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the gradients of this rank's stages, and on the first rank those of shared parameters."""
+        shared = {place for place, _ in self._shared} if distributed.get_rank() else frozenset[int]()
+        return [
+            (place, _values(one.grad))
+            for place, one in enumerate(self._trained)
+            if one.grad is not None and place not in shared
+        ]
+
+    def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return this rank's weights and buffers by name."""
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: one for name, one in named.items() if id(one) not in self._absent}
+
+    def resident(self, model: nn.Module, batches: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the tensors that are alive on this rank before a step begins."""
+        return resident_tensors(model, self.optimizer, batches)
+
+    def settle(self) -> None:
+        """Do nothing: no weight is ever gathered."""
+
+
+class _PipelineProbe(RankProbe):
+    """Probe of a step whose micro-batches all go through all ranks.
+
+    Args:
+        update: the update of the step.
+        trained: the model's trained parameters.
+        order: the micro-batch of each of this rank's backward passes.
+        bearing: for every micro-batch, whether it has loss-bearing items.
+    """
+
+    def __init__(
+        self, update: RankUpdate, trained: Sequence[nn.Parameter], order: Sequence[int], bearing: Sequence[bool]
+    ) -> None:
+        super().__init__(update, bearing)
+        self._parameters = list(trained)
+        self._order = order
+
+    def __enter__(self) -> GradientProbe:
+        for place, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._note(place)))
+        return self
+
+    def micro_batches(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the squared norms of each micro-batch in all stages; see :class:`RankProbe`."""
+        whole = own.new_zeros(len(self._bearing), own.shape[1])
+        whole.index_add_(0, torch.tensor(self._order, device=own.device), own)
+        distributed.all_reduce(whole)
+        return whole
+
+
+def _signature(piece: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a micro-batch, by which all ranks know those of what stages exchange."""
+    return tuple(tuple(one.shape) for one in tensors(piece))
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the entries of a gradient that may differ from zero."""
+    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()

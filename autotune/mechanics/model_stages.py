@@ -1,0 +1,326 @@
+"""Compute a model in stages, each of which runs the units of a part, in any loss function that calls the model.
+
+A stage runs the user's own code from the model's call on. Units before the stage return zeros of the right shape that
+take no memory; the stage's first unit is handed what the stage before has sent; where the next stage's first unit is
+called, the forward pass ends. Code between two stages thus runs in the earlier one, and what the model computes before
+its first unit runs in every stage, to no effect but in the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from autotune.errors import JobError
+from autotune.mechanics.stand_ins import StandIn
+from autotune.mechanics.trees import map_tensors
+
+# Largest relative difference of a gradient in stages and at once that is due to the order of sums.
+_ROUNDING = 1e-4
+
+# Shapes and dtypes of what units return, by their numbers: containers in which a tensor is replaced by these.
+Shapes = dict[int, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """The shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _ReachedNext(BaseException):
+    """The forward pass has come to the next stage; no error, so that no code of a model handles it."""
+
+    def __init__(self, sent: torch.Tensor) -> None:
+        super().__init__()
+        self.sent = sent
+
+
+@dataclass(slots=True)
+class StageRun:
+    """A forward pass of one stage.
+
+    Attributes:
+        stage: number of the stage.
+        received: what the stage before has sent; ``None`` in the first one.
+        shapes: what units return for this micro-batch; the pass adds those of its own units.
+    """
+
+    stage: int
+    received: torch.Tensor | None = None
+    shapes: Shapes = field(default_factory=dict)
+    was_handed: bool = False
+
+
+class ModelStages:
+    """A model whose units are divided into stages.
+
+    Args:
+        model: the model; each unit is called once in a forward pass, in their order.
+        names: its units, in that order.
+        counts: number of units of each stage.
+        where: what the model belongs to, for errors.
+
+    Attributes:
+        parts: names of the units of each stage.
+        absent: what is in the place of parameters of other ranks.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], counts: Sequence[int], *, where: str) -> None:
+        borders = [sum(counts[:number]) for number in range(len(counts) + 1)]
+        self.parts = [tuple(names[begin:end]) for begin, end in itertools.pairwise(borders)]
+        self._model, self._where = model, where
+        self._device = next(model.parameters()).device
+        self._units = [model.get_submodule(name) for name in names]
+        self._stage_of = [stage for stage, part in enumerate(self.parts) for _ in part]
+        self.absent: list[nn.Parameter] = []
+        self._running: StageRun | None = None
+        self._exchange: Callable[[int, Any], Any] | None = None
+        self._elsewhere: frozenset[int] = frozenset()
+        for number, module in enumerate(self._units):
+            _Skipping(module, self, number).place()
+            if number in borders[1:]:
+                handed = self._handing(self._stage_of[number])
+                module.register_forward_pre_hook(handed, with_kwargs=True, prepend=True)
+            module.register_forward_hook(self._noting(number))
+
+    def forward(self, run: StageRun, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what a stage sends to the next one, or the loss in the last.
+
+        Args:
+            run: the pass.
+            compute: function that returns the loss of a micro-batch.
+
+        Raises:
+            JobError: if the pass does not come to the next stage, or not through its own.
+        """
+        self._running = run
+        try:
+            loss = compute()
+        except _ReachedNext as reached:
+            return reached.sent
+        finally:
+            self._running = None
+        if run.stage < len(self.parts) - 1 or not (run.stage == 0 or run.was_handed):
+            raise JobError(
+                f"the loss does not call the units of stage {run.stage + 1} after those of stage {run.stage}",
+                where=self._where,
+                allowed="a loss that calls each unit of the model once, in their order",
+            )
+        return loss
+
+    def keep(self, stages: Collection[int], shared: Iterable[nn.Parameter]) -> None:
+        """Release the weights of all stages but some.
+
+        Args:
+            stages: the stages that stay.
+            shared: the parameters that stay in any case.
+        """
+        kept = set(map(id, shared))
+        self._elsewhere = frozenset(n for n, stage in enumerate(self._stage_of) if stage not in stages)
+        for number in self._elsewhere:
+            for module in self._units[number].modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) not in kept:
+                        module._parameters[name] = self._absent(parameter)
+                module._buffers.update(dict.fromkeys(module._buffers))
+
+    def _absent(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what takes the place of another rank's parameter: it has its shape, and takes no memory."""
+        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        found = nn.Parameter(nothing, requires_grad=False)
+        self.absent.append(found)
+        return found
+
+    @contextmanager
+    def exchanging(self, exchange: Callable[[int, Any], Any]) -> Iterator[None]:
+        """Let whole forward passes in the body run in all stages, each on its own rank.
+
+        Args:
+            exchange: function that returns a unit's output on all ranks; it is called with the number of the unit's
+                stage and what the unit returns here, ``None`` where it is not computed.
+        """
+        self._exchange = exchange
+        try:
+            yield
+        finally:
+            self._exchange = None
+
+    def shared(self, contained: Collection[str]) -> list[nn.Parameter]:
+        """Return the parameters that all stages keep: those that no stage has for itself, in the order of the model.
+
+        Args:
+            contained: names of the units whose parameters nothing else uses.
+        """
+        own = {id(one) for name in contained for one in self._model.get_submodule(name).parameters()}
+        return [one for one in self._model.parameters() if id(one) not in own]
+
+    def require_chain(self, compute: Callable[[], torch.Tensor]) -> bool:
+        """Refuse a model whose stages one after another do not give its loss and gradient.
+
+        Args:
+            compute: function that returns the loss of a micro-batch, without random numbers.
+
+        Returns:
+            Whether each parameter has a gradient from one stage alone.
+
+        Raises:
+            JobError: if they do not; it names a parameter.
+        """
+        named = [(name, one) for name, one in self._model.named_parameters() if one.requires_grad]
+        loss = compute()
+        expected = torch.autograd.grad(loss, [one for _, one in named], allow_unused=True)
+        staged, gradients = self._in_stages(compute)
+        if not torch.isclose(staged, loss.detach(), rtol=_ROUNDING, atol=1e-6, equal_nan=True):
+            raise self._refusal(f"its loss is {float(staged):.6g} in stages and {float(loss.detach()):.6g} at once")
+        for (name, parameter), whole in zip(named, expected, strict=True):
+            parts = gradients.get(parameter, [])
+            if not _close(sum(parts[1:], parts[0]) if parts else None, whole):
+                raise self._refusal(f"the gradient of {name} is another one in stages than at once")
+        return all(len(parts) == 1 for parts in gradients.values())
+
+    def _in_stages(
+        self, compute: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[nn.Parameter, list[torch.Tensor]]]:
+        """Return the loss, and the gradients that each parameter gets from the stages."""
+        ends: list[tuple[torch.Tensor | None, torch.Tensor]] = []
+        gradients: dict[nn.Parameter, list[torch.Tensor]] = {}
+        shapes: Shapes = {}
+        received: torch.Tensor | None = None
+        for stage in range(len(self.parts)):
+            sent = self.forward(StageRun(stage, received, shapes), compute)
+            ends.append((received, sent))
+            received = sent.detach().requires_grad_(sent.requires_grad)
+        gradient = None
+        for entry, sent in reversed(ends):
+            if sent.requires_grad:
+                sent.backward(gradient)
+            if entry is not None:
+                gradient = torch.zeros_like(entry) if entry.grad is None else entry.grad
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    gradients.setdefault(parameter, []).append(parameter.grad)
+                    parameter.grad = None
+        return ends[-1][1].detach(), gradients
+
+    def _refusal(self, why: str) -> JobError:
+        allowed = "a model each of whose units uses only what the one before it returns, and no gradients of gradients"
+        return JobError(f"the model cannot be computed in stages: {why}", where=self._where, allowed=allowed)
+
+    # What units do when they are called.
+
+    def skips(self, number: int) -> bool:
+        """Return whether a unit is not to be computed now."""
+        run = self._running
+        return number in self._elsewhere if run is None else self._stage_of[number] < run.stage
+
+    def stand_in(self, number: int) -> Any:
+        """Return zeros in place of what a unit returns, which take no memory; ``None`` if it will be exchanged."""
+        run = self._running
+        if run is None:
+            return None
+        if number not in run.shapes:
+            raise self._refusal(f"unit {number + 1} of {len(self._units)} is not called in its place")
+        return _zeros(run.shapes[number], self._device)
+
+    def _handing(self, stage: int) -> Callable[..., Any]:
+        def handed(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            run = self._running
+            if run is None or stage > run.stage + 1 or stage < run.stage:
+                return None
+            place, found = _hidden(args, kwargs)
+            if found is None:
+                raise self._refusal("a unit is handed no tensor of real numbers")
+            if stage == run.stage + 1:
+                raise _ReachedNext(found)
+            assert run.received is not None
+            run.was_handed = True
+            if isinstance(place, int):
+                return (*args[:place], run.received, *args[place + 1 :]), kwargs
+            return args, {**kwargs, place: run.received}
+
+        return handed
+
+    def _noting(self, number: int) -> Callable[..., Any]:
+        def note(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+            if self._running is not None:
+                self._running.shapes[number] = map_tensors(lambda one: Like(tuple(one.shape), one.dtype), output)
+            elif self._exchange is not None:
+                return self._exchange(self._stage_of[number], output)
+            return None
+
+        return note
+
+
+class _Skipping(StandIn):
+    """A unit's forward that is left out where another stage computes it."""
+
+    def __init__(self, module: nn.Module, stages: ModelStages, number: int) -> None:
+        super().__init__(module)
+        self._stages, self._number = stages, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stages.skips(self._number):
+            return self._stages.stand_in(self._number)
+        return self.original(*args, **kwargs)
+
+
+def unit_operations(
+    model: nn.Module, names: Sequence[str], compute: Callable[[], torch.Tensor]
+) -> tuple[list[float], float, float]:
+    """Return the operations of each unit's forward pass, of what is before the units, and of what is after them.
+
+    Args:
+        model: the model; each unit is called once, in the order of the names.
+        names: names of its units.
+        compute: function that returns the loss of a micro-batch.
+    """
+    counter, reached = FlopCounterMode(display=False), list[float]()
+
+    def note(*_: object) -> None:
+        reached.append(float(counter.get_total_flops()))
+
+    units = [model.get_submodule(name) for name in names]
+    handles = [units[0].register_forward_pre_hook(note), *(unit.register_forward_hook(note) for unit in units)]
+    try:
+        with counter, torch.no_grad():
+            compute()
+    finally:
+        for handle in handles:
+            handle.remove()
+    counts = [after - before for before, after in itertools.pairwise(reached)]
+    return counts, reached[0], float(counter.get_total_flops()) - reached[-1]
+
+
+def _zeros(like: Any, device: torch.device) -> Any:
+    """Return the container that :meth:`ModelStages._noting` has recorded, with zeros in place of tensors."""
+    return tree_map(
+        lambda one: torch.zeros((), dtype=one.dtype).expand(one.shape) if isinstance(one, Like) else one, like
+    )
+
+
+def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, torch.Tensor | None]:
+    """Return the place and value of the first argument that is a tensor of real numbers."""
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in given:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return place, value
+    return 0, None
+
+
+def _close(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
+    """Return whether two gradients differ only by rounding, as a share of the larger one's norm."""
+    if one is None or two is None:
+        return one is two
+    apart, size = torch.linalg.vector_norm(one - two), torch.linalg.vector_norm(two)
+    return bool(apart <= _ROUNDING * size + 1e-12) or not bool(torch.isfinite(size))

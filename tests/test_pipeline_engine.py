@@ -1,0 +1,101 @@
+"""Tests of pipelines on several ranks: updates equal those of one process under any schedule and division."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rank_laws import assert_equals_torch, assert_storage_is_exact, assert_troubles_are_shared, run_ranks
+from ranks import run_on_ranks
+
+from autotune.cli.main import run
+
+TESTS = Path(__file__).parent
+
+
+def assert_exact(folder: Path, layout: str, steps: int, ranks: int = 2) -> None:
+    what = "equals_torch,storage_is_exact,troubles,mixed_precision,adaptive_equals_torch"
+    found = run_ranks(folder, what, layout, steps, ranks)
+    # Each gradient is added up as in one process: no bit differs.
+    assert_equals_torch(found, steps, apart=0.0)
+    assert_storage_is_exact(found)
+    assert_troubles_are_shared(found)
+    for one in found:
+        assert one["mixed_precision"]["kinds"] == 2
+        assert one["mixed_precision"]["loss_apart"] < 0.02
+        assert one["adaptive_equals_torch"]["apart"] == 0
+
+
+def test_pipeline_makes_the_updates_of_one_process_under_random_plans(tmp_path: Path) -> None:
+    assert_exact(tmp_path, "pipe=2", 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("pipe=2,schedule=gpipe,units=2/4", 2),
+        ("pipe=2,schedule=interleaved,units=2/1/1/2", 2),
+        ("pipe=4", 4),
+        ("pipe=3,units=4/1/1", 3),
+    ],
+)
+def test_all_schedules_and_divisions_make_the_same_updates(layout: str, ranks: int, tmp_path: Path) -> None:
+    assert_exact(tmp_path, layout, 200 if ranks == 2 else 60, ranks)
+
+
+def test_what_ranks_of_a_pipeline_refuse_and_share(tmp_path: Path) -> None:
+    run_on_ranks("odd_pipeline_rank.py", tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for name, words in {
+            "twice": "the loss calls the units",
+            "residual": "the model cannot be computed in stages",
+            "units": "has 7 units, and the model has 6",
+            "reduce": "+reduce=bf16 is not possible",
+            "interleaved": "no k of (1,) can be interleaved on 2 ranks",
+        }.items():
+            assert words in found["refusals"][name], (name, found["refusals"][name])
+            assert "\n" not in found["refusals"][name]
+        # The head's weight is the embedding's, or is used outside its module.
+        for name in ("tied", "own_head"):
+            assert found[name]["apart"] <= 3e-7
+            assert found[name]["metric_apart"] <= 1e-5
+            # Norms of parts of a gradient do not add up.
+            assert not found[name]["sampled"]
+        assert found["lengths"]["apart"] == 0.0
+        assert found["lengths"]["sampled"]
+        assert found["norms"]["apart"] == 0.0
+        assert found["frozen"]["apart"] == 0.0
+        # A rank has about half of the weights and of the optimizer's state.
+        assert found["share_of_weights"] < 0.6
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--method", "exact"], "--engine pipeline cannot be combined with exact: it has no profile"),
+        (["--method", "random", "--mesh", "pipe=3"], "mesh pipe=3 is for 3 ranks, and there are 2"),
+        (["--method", "random", "--mesh", "dp=2"], "pipeline is 'dp=2'"),
+    ],
+)
+def test_wrong_options_are_rejected_in_one_line(
+    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["tune", str(TESTS / "tiny_job.py"), "--runs-dir", str(tmp_path), "--engine", "pipeline"]
+    assert run([*command, *options]) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert words in told[-1]
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_pipeline_is_tuned_and_its_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tune", f"{TESTS / 'rank_jobs.py'}:transformer", "--engine", "pipeline", "--method", "random", "--json"]
+    assert run([*command, "--runs-dir", str(tmp_path), "--report-to", "none"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["plan"]["launch"]["pipeline"] == "pipe=2"
+    assert document["measured"]["parts"]["communication_s"] > 0
