@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autotune.engines.deepspeed_engine import DeepSpeedEngine
     from autotune.engines.fsdp2_engine import Fsdp2Engine
     from autotune.engines.isolated_engine import IsolatedEngine
+    from autotune.engines.pipeline_engine import PipelineEngine
     from autotune.engines.ray_cluster import ClusterOptions
     from autotune.engines.registry import RankOptions
     from autotune.engines.torch_engine import EngineOptions, TorchEngine
@@ -65,6 +66,7 @@ __all__ = [
     "Limits",
     "LiveTuner",
     "Measurement",
+    "PipelineEngine",
     "Plan",
     "PlanError",
     "PlanSpace",
@@ -105,6 +107,7 @@ _LAZY = {
         "autotune.engines.deepspeed_engine": ("DeepSpeedEngine",),
         "autotune.engines.fsdp2_engine": ("Fsdp2Engine",),
         "autotune.engines.isolated_engine": ("IsolatedEngine",),
+        "autotune.engines.pipeline_engine": ("PipelineEngine",),
         "autotune.engines.registry": ("RankOptions",),
         "autotune.engines.torch_engine": ("EngineOptions", "TorchEngine"),
         "autotune.errors": (

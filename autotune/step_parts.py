@@ -17,7 +17,7 @@ from autotune.io.documents import STRICT, validated
 # The parts may differ from the step by this share of it.
 TOLERANCE = 0.02
 # Shares of the step above which advice names a part; waiting for a rank costs on all the others at once.
-_MUCH_DATA, _MUCH_COMMUNICATION, _MUCH_WAITING = 0.2, 0.25, 0.1
+_MUCH_DATA, _MUCH_COMMUNICATION, _MUCH_WAITING, _MUCH_IDLE = 0.2, 0.25, 0.1, 0.25
 # A rank is named if it takes this many times as long as the others.
 _SLOW_RANK = 1.15
 _RATES = ("samples_per_s", "items_per_s", "mfu")
@@ -132,7 +132,8 @@ def parts_of_ranks(
     time in collectives is the transfer, and what others spend beyond it is waiting for the slowest rank.
 
     Args:
-        ranks: for each rank and each step, seconds by part; ``communication`` is all time in collectives.
+        ranks: for each rank and each step, seconds by part; ``communication`` is all time in collectives, and
+            ``synchronisation`` the wait for other stages of a pipeline.
         samples_per_s: samples per second.
         items_per_s: loss-bearing items per second.
     """
@@ -143,7 +144,8 @@ def parts_of_ranks(
     means = {part: math.fsum(step.get(part, 0.0) for rank in ranks for step in rank) / count for part in PARTS}
     transfers = [min(rank[number].get("communication", 0.0) for rank in ranks) for number in range(steps)]
     transfer = math.fsum(transfers) / steps
-    means["synchronisation"], means["communication"] = means["communication"] - transfer, transfer
+    means["synchronisation"] += means["communication"] - transfer
+    means["communication"] = transfer
     own = tuple(math.fsum(_own(step) for step in rank) / steps for rank in ranks)
     named: dict[str, Any] = {f"{part}_s": max(seconds, 0.0) for part, seconds in means.items()}
     return StepParts(
@@ -156,7 +158,7 @@ def parts_of_ranks(
 
 
 def _own(step: Mapping[str, float]) -> float:
-    return math.fsum(seconds for part, seconds in step.items() if part != "communication")
+    return math.fsum(seconds for part, seconds in step.items() if part not in ("communication", "synchronisation"))
 
 
 def mean_parts(found: Sequence[tuple[float, StepParts | None]]) -> StepParts | None:
@@ -209,6 +211,7 @@ def advice(parts: StepParts | None) -> str | None:
         (shares["data"] / _MUCH_DATA, _data_told(shares["data"])),
         (shares["communication"] / _MUCH_COMMUNICATION, _communication_told(shares["communication"])),
         (_waiting(parts) / _MUCH_WAITING, _waiting_told(parts)),
+        ((shares["synchronisation"] - _waiting(parts)) / _MUCH_IDLE, _idle_told(shares["synchronisation"])),
     ]
     much, told = max(found)
     return told if much >= 1 else None
@@ -243,7 +246,15 @@ def _waiting_told(parts: StepParts) -> str:
     rank, times = _slowest(parts)
     return (
         f"rank {rank} is {times:.1f} times as slow as the others, which wait for it in "
-        f"{parts.shares()['synchronisation']:.0%} of the step: see what else its device, its data or its machine does"
+        f"{parts.shares()['synchronisation']:.0%} of the step: see what else its device, its data or its machine does, "
+        "or give its stage of a pipeline fewer units"
+    )
+
+
+def _idle_told(share: float) -> str:
+    return (
+        f"ranks that are equally fast wait for one another in {share:.0%} of the step: in a pipeline, more "
+        "micro-batches (a larger k) or interleaved stages would help more than other choices"
     )
 
 

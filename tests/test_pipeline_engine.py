@@ -98,4 +98,4 @@ def test_a_pipeline_is_tuned_and_its_plan_says_so(tmp_path: Path, capsys: pytest
     assert run([*command, "--runs-dir", str(tmp_path), "--report-to", "none"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["plan"]["launch"]["pipeline"] == "pipe=2"
-    assert document["measured"]["parts"]["communication_s"] > 0
+    assert document["measured"]["parts"]["synchronisation_s"] > 0

@@ -290,8 +290,8 @@ class PipelineEngine(RankEngine):
         return sent, distributed.isend(sent, dst=before, group=self._backward_group, tag=stage - 1)
 
     def _wait(self, act: Callable[[], object]) -> None:
-        """Exchange something with another rank, whose time counts as communication."""
-        self.clock.enter("communication")
+        """Wait for another rank, whose stage computes in the meantime."""
+        self.clock.enter("synchronisation")
         act()
         self.clock.enter("compute")
 

@@ -9,6 +9,7 @@ from typing import Any
 from autotune import knobs
 from autotune.choices import DEFAULT_STORAGES, Storage
 from autotune.engines.deepspeed_config import STAGES
+from autotune.pipeline import Pipeline
 from autotune.plan import Plan, Precision
 from autotune.report.export_targets import Export, Launched
 
@@ -248,6 +249,9 @@ def own_launch(plan: Plan) -> str:
         chosen["zero_stage"] = f"{stage} (autotune export --to deepspeed does)"
     if mesh := chosen.pop("mesh", None):
         chosen["mesh"] = f"{mesh} (autotune export --to accelerate, torchtitan or python does)"
+    if pipeline := chosen.pop("pipeline", None):
+        ranks = Pipeline.parse(pipeline).ranks
+        chosen["pipeline"] = f"{pipeline} (torchtitan has --parallelism.pipeline_parallel_degree={ranks})"
     if text := chosen.get("knobs"):
         chosen["knobs"] = f"{text} ({knobs.code_of(text)})"
     return ", ".join(f"{name} {value}" for name, value in chosen.items())

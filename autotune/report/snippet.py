@@ -207,6 +207,7 @@ def _notes(plan: Plan, job: Job, mesh: Mesh | None) -> tuple[str, ...]:
     alone, asked = (replace(one.on_one_rank, fp32=None) for one in (job.launch, plan.launch))
     settings = knobs.of_process(plan.launch.knobs)
     own = Launch(fp32=plan.launch.fp32, knobs=settings) if asked == alone else plan.launch
+    own = replace(own, pipeline=plan.launch.pipeline)
     held = own_launch(plan.changed(launch=own if mesh is None else replace(own, mesh=None)))
     return (f"not included: {held}",) if held else ()
 
