@@ -210,6 +210,12 @@ class TestFsdp2Engine(StartedEngineContract):
         return IsolatedEngine(JOB, options=OPTIONS, ranks=RankOptions(count=2, engine="fsdp2"))
 
 
+@pytest.mark.slow
+class TestPipelineEngine(StartedEngineContract):
+    def make(self) -> Engine:
+        return IsolatedEngine(JOB, options=OPTIONS, ranks=RankOptions(count=2, engine="pipeline"))
+
+
 class TestSimulatedEngine(EngineContract):
     tells_parts = False
 

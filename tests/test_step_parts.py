@@ -63,6 +63,15 @@ def test_parts_of_ranks_sum_to_the_mean_step_and_the_quickest_in_collectives_wai
         assert found.rank_s == ()
 
 
+def test_waiting_for_other_stages_is_not_a_ranks_own_time() -> None:
+    first = {"compute": 1.0, "synchronisation": 2.0, "communication": 0.5}
+    second = {"compute": 2.0, "synchronisation": 1.0, "communication": 0.5}
+    found = parts_of_ranks([[first], [second]])
+    assert found is not None
+    assert found.rank_s == (1.0, 2.0)
+    assert (found.synchronisation_s, found.communication_s, found.step_s) == (1.5, 0.5, 3.5)
+
+
 @given(st.lists(st.tuples(st.integers(1, 9), st.lists(seconds, min_size=6, max_size=6)), min_size=1, max_size=3))
 def test_mean_of_windows_stays_within_them_and_sums_to_its_step(windows: list[tuple[int, list[float]]]) -> None:
     every = [(weight, parts(**{f"{p}_s": s for p, s in zip(PARTS, own, strict=True)})) for weight, own in windows]
@@ -103,6 +112,7 @@ def test_parts_that_do_not_sum_to_the_step_are_refused() -> None:
             "rank 3 is 1.4 times as slow as the others, which wait for it in 20% of the step",
         ),
         (parts(synchronisation_s=0.2, rank_s=(1.0, 1.0)), None),
+        (parts(synchronisation_s=0.4, rank_s=(1.0, 1.1)), "ranks that are equally fast wait for one another in 40%"),
         # The largest by its own measure is named.
         (parts(data_s=0.3, communication_s=0.6), "60% of the step is communication"),
     ],
