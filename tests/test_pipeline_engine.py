@@ -99,3 +99,14 @@ def test_a_pipeline_is_tuned_and_its_plan_says_so(tmp_path: Path, capsys: pytest
     document = json.loads(capsys.readouterr().out)
     assert document["plan"]["launch"]["pipeline"] == "pipe=2"
     assert document["measured"]["parts"]["synchronisation_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_stages_and_schedule_are_chosen_from_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tune", str(TESTS / "tiny_job.py"), "--engine", "pipeline", "--mesh", "all", "--method", "random"]
+    assert run([*command, "--trials", "2", "--runs-dir", str(tmp_path), "--report-to", "none", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["meshes"]) >= 2
+    assert document["plan"]["launch"]["pipeline"] in document["meshes"]
+    assert all("units=" in mesh for mesh in document["meshes"])

@@ -69,6 +69,11 @@ def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
             f"--engine {campaign.ranks.engine} cannot be combined with {', '.join(needing)}: it has no profile",
             allowed=f"methods and arms that need none, such as {', '.join(others)}",
         )
+    return measured_profile(campaign)
+
+
+def measured_profile(campaign: Campaign) -> Profile:
+    """Return the job's profile, cached or newly measured."""
     campaign.reporter.stage("profile the units, once", 1)
     ranked = _ranked(campaign)
     if campaign.run is not None and (own := read_matching(campaign.run.path / PROFILE, campaign.job, ranked)):

@@ -285,6 +285,6 @@ def ranks(
         count=size,
         zero_stage=0 if zero_stage == "all" else int(zero_stage),
         config=None if config is None else read_json(config),
-        mesh=str(Mesh.all_of(size)[0]) if mesh == "all" else mesh,
+        mesh=(None if engine == "pipeline" else str(Mesh.all_of(size)[0])) if mesh == "all" else mesh,
         engine=engine,
     )

@@ -9,10 +9,13 @@ from typing import Any
 
 from autotune.budget import MemoryBudget
 from autotune.campaign import tuning_campaign
+from autotune.campaign.job_profile import measured_profile
 from autotune.campaign.launch_trials import baseline_peak_bytes, side_by_side
 from autotune.campaign.setup import prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
 from autotune.catalog import load_job
+from autotune.cost_model.pipeline_choice import chosen_pipelines
+from autotune.cost_model.profile import Profile
 from autotune.engines.deepspeed_config import STAGES
 from autotune.engines.ray_cluster import ClusterOptions
 from autotune.engines.registry import RankOptions
@@ -137,7 +140,8 @@ def run_tuning(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporte
 def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporter: Reporter) -> dict[str, Any]:
     """Tune a job with every layout of its ranks in turn, and return the fastest plan of all.
 
-    With DeepSpeed, a layout is a ZeRO stage; with FSDP2, it is a mesh of replicas and shards.
+    With DeepSpeed, a layout is a ZeRO stage; with FSDP2, it is a mesh of replicas and shards; in a pipeline, it is a
+    schedule with the units of each stage that a profile of the job in one process predicts to be fastest.
 
     Args:
         request: the request, with ranks of any layout. A memory budget that is a share refers to the baseline's peak
@@ -154,8 +158,11 @@ def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, repor
         InputError: for wrong input, or for a budget that no layout meets.
     """
     assert request.ranks is not None
-    ranks, meshed = request.ranks, request.ranks.mesh is not None
-    if meshed:
+    ranks, meshed = request.ranks, request.ranks.mesh is not None or request.ranks.engine == "pipeline"
+    if ranks.engine == "pipeline":
+        found = chosen_pipelines(_profile_alone(request, trusted, runs, reporter), ranks.count)
+        layouts = {str(one.pipeline): replace(ranks, mesh=str(one.pipeline)) for one in found}
+    elif meshed:
         layouts = {str(mesh): replace(ranks, mesh=str(mesh)) for mesh in Mesh.all_of(ranks.count)}
     else:
         layouts = {str(stage): replace(ranks, zero_stage=stage) for stage in STAGES}
@@ -165,9 +172,15 @@ def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, repor
         first = trusted.rank_options(next(iter(layouts.values())))
         return baseline_peak_bytes(str(request.job), request.seed, first)
 
-    found, told = _tune_each(asked, "mesh" if meshed else "ZeRO stage", runs, reporter, whole_bytes)
-    best = max(found.values(), key=lambda document: document["measured"]["throughput"] or 0.0)
+    tuned, told = _tune_each(asked, "mesh" if meshed else "ZeRO stage", runs, reporter, whole_bytes)
+    best = max(tuned.values(), key=lambda document: document["measured"]["throughput"] or 0.0)
     return {**best, "meshes" if meshed else "stages": told}
+
+
+def _profile_alone(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporter: Reporter) -> Profile:
+    """Return the profile of the job in one process, cached or newly measured."""
+    campaign = prepare(replace(request, ranks=None), replace(trusted, ds_config=None), runs, reporter)
+    return measured_profile(campaign)
 
 
 def tune_launches(
