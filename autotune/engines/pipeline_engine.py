@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed, nn
-from torch.utils._pytree import tree_map
 
 from autotune import knobs
 from autotune.engines.job_checks import ask
 from autotune.engines.rank_engine import RankEngine
 from autotune.engines.rendezvous import join_ranks
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.errors import InputError, JobError
+from autotune.errors import InputError, JobError, one_line
 from autotune.job import Job
 from autotune.mechanics import cutting, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, write_buffers
+from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.memory_meter import resident_tensors
-from autotune.mechanics.model_stages import Like, ModelStages, Shapes, StageRun, unit_operations
+from autotune.mechanics.model_stages import ModelStages, Shapes, StageRun, is_close, shape_of, unit_operations
 from autotune.mechanics.rank_probe import RankProbe, RankUpdate
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.mechanics.weight_use import weight_use
-from autotune.pipeline import PIPELINE_FORM, Pipeline, balanced, passes_of
+from autotune.pipeline import PIPELINE_FORM, Pass, Pipeline, balanced, passes_of
 from autotune.plan import Plan
 from autotune.profiling import dropout_off
 
 _WHERE = "engine pipeline"
 # A tensor that is being sent, and what waits until it was.
 _Sent = tuple[torch.Tensor, Any]
+_Value = TypeVar("_Value")
 
 
 class PipelineEngine(RankEngine):
@@ -76,10 +80,17 @@ class PipelineEngine(RankEngine):
         options: EngineOptions | None = None,
     ) -> None:
         self._asked = None if mesh is None else Pipeline.parse(mesh)
-        # What stages are handed for micro-batches of some shapes, and of which the next rank knows it.
-        self._known: dict[Any, tuple[Like, bool, Shapes]] = {}
-        self._told: set[Any] = set()
+        # What stages were told that they are handed, by a number that is sent in its place later.
+        self._known: dict[tuple[int, int], tuple[torch.Tensor, bool, Shapes]] = {}
+        self._told: set[tuple[int, int]] = set()
+        self._buffers_of: dict[str, int] = {}
+        # Two micro-batches, and what a step on the first must give, until that was tried.
+        self._tried: Any = None
+        self._expected: Any = None
         super().__init__(job, seed=seed, device=device, options=options)
+        with self._own_randomness():
+            self._require_exact()
+        self._tried = self._expected = None
 
     def connect(self, device: str) -> None:
         """Join the process group of the ranks, or make one of this process alone."""
@@ -114,19 +125,20 @@ class PipelineEngine(RankEngine):
             problem = f"mesh {asked} has {sum(asked.units) or asked.stages} units, and the model has {len(names)}"
             raise InputError(problem, where="--mesh", allowed="at least one unit in each stage, and all units in one")
         self.restrict_space()
+        first, *others = self._pieces()
+        self._tried = first, others[-1]
         contained = self._contained(names)
         counts = asked.units or self._balanced(names, asked.stages)
         self.pipeline = replace(asked, units=counts)
         self._stages = ModelStages(self.model, names, counts, where=_WHERE)
-        self._is_apart = bool(self._checked(self._stages.require_chain))
+        self._is_apart = self._checked(self._stages.require_chain)
+        self._expect()
+        self._build()
         shared, own = self._stages.shared(contained), range(self.rank, asked.stages, self.world)
         is_trained = [one.requires_grad for one in self.model.parameters()]
         self._stages.keep(own, shared)
         self._trained = list(itertools.compress(self.model.parameters(), is_trained))
-        if not any(one.requires_grad for one in self.model.parameters()):
-            # All of this rank's are frozen: optimizers must have a parameter, which gets no gradient here.
-            for parameter in itertools.islice(itertools.compress(self.model.parameters(), is_trained), 1):
-                parameter.requires_grad_(True)
+        self._leave_out_absent()
         everywhere = set(map(id, shared))
         self._shared = [place for place, one in enumerate(self._trained) if id(one) in everywhere]
         self._own_units = {name for stage in own for name in self._stages.parts[stage]}
@@ -157,8 +169,7 @@ class PipelineEngine(RankEngine):
             problem = f"the loss calls the units {called}{', ...' if len(use.calls) > 8 else ''}"
             allowed = f"a model that calls each of its {len(names)} units once, in their order"
             raise JobError(problem, where=_WHERE, allowed=allowed)
-        contained: tuple[str, ...] = use.contained
-        return contained
+        return use.contained
 
     def _balanced(self, names: Sequence[str], stages: int) -> tuple[int, ...]:
         """Return the numbers of units that balance the stages by counted operations, the same in each run."""
@@ -167,25 +178,119 @@ class PipelineEngine(RankEngine):
         least = max(sum(counts), 1.0) / (100 * len(counts))
         return balanced([count + least for count in counts], stages, first=first, last=last)
 
-    def _checked(self, act: Callable[[Callable[[], torch.Tensor]], Any]) -> Any:
+    def _pieces(self) -> list[Any]:
+        """Return the micro-batches of the first batch at the largest k, or two batches if it is not cut."""
+        k = self.space.accumulation_choices[-1] if self.job.batching == "fixed" else 1
+        found = cutting.Cutting.of(self.job).pieces(self._pending[0], k) if k > 1 else [self._pending[0]]
+        if len(found) == 1:
+            self._pending.append(ask(self.job, "batches", self._stream.take))
+            found.append(self._pending[-1])
+        return found
+
+    def _checked(self, act: Callable[[Callable[[], torch.Tensor]], _Value]) -> _Value:
         """Return what a function of the loss of a micro-batch returns; dropout is off, and nothing changes."""
-        piece = self._pending[0]
-        if self.job.batching == "fixed":
-            piece = cutting.Cutting.of(self.job).pieces(piece, self.space.accumulation_choices[-1])[0]
+        with self._unchanged():
+            return act(functools.partial(self._loss, self._tried[0]))
+
+    def _loss(self, piece: Any) -> torch.Tensor:
+        found: torch.Tensor = ask(self.job, "loss", functools.partial(self.job.loss, self.model, piece))
+        return found
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Turn dropout off during the body, and restore the model's state.
+
+        Raises:
+            JobError: if the body draws random numbers, which ranks would draw apart.
+        """
         buffers, turn_on = copy_buffers(self.model), dropout_off.turn_off()
         modes = {module: module.training for module in self.model.modules()}
         for module in modes:
-            # Dropout and the like: what normalises over the batch must do so here, too.
-            module.training = module.training and isinstance(module, nn.modules.batchnorm._NormBase)
+            module.training = module.training and not isinstance(module, nn.modules.dropout._DropoutNd)
         try:
             with randomness.isolated():
-                return act(lambda: ask(self.job, "loss", functools.partial(self.job.loss, self.model, piece)))
+                before = randomness.capture()
+                yield
+                is_random = randomness.drawn(before)
         finally:
             turn_on()
             for module, training in modes.items():
                 module.training = training
             write_buffers(self.model, buffers)
             self.model.zero_grad(set_to_none=True)
+        if is_random:
+            problem = "the model draws random numbers in training, other than dropout, which ranks would draw apart"
+            raise JobError(problem, where=_WHERE, allowed="a model without them, or --engine torch or fsdp2")
+
+    # The whole model's loss, gradient and buffers before ranks part, and what they are in a step of all ranks.
+
+    def _expect(self) -> None:
+        """Compute what a step on one micro-batch must give, and leave what another one leaves behind on the modules."""
+        first, other = self._tried
+        with self._unchanged():
+            loss = self._loss(first)
+            if loss.requires_grad:
+                loss.backward()
+            gradients = {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
+            self._expected = float(loss.detach()), gradients, copy_buffers(self.model)
+        with self._unchanged(), torch.no_grad():
+            self._loss(other)
+
+    def _require_exact(self) -> None:
+        """Refuse a model whose step on all ranks is another one than at once."""
+        loss, gradients, buffers = self._expected
+        repeats = self.world if self.pipeline.stages > self.world else 1
+        found, problem = math.nan, None
+        with self._unchanged():
+            here = tuple((self._tried[0], 1 / repeats) for _ in range(repeats))
+            self._bearing = [True] * repeats
+            self.update.begin(repeats)
+            found = self.total(self.passes(cutting.Shares(here=here, items=1, samples=(), weights=()), None))
+            self.update.unscale()
+            absent = set(map(id, self.absent))
+            for name, one in self.model.named_parameters():
+                if id(one) not in absent and not is_close(one.grad, gradients.get(name)):
+                    problem = problem or f"the gradient of {name} is another one in stages than at once"
+            written = {name: one for name, one in self.model.named_buffers() if name in buffers}
+            same = {name for name, one in written.items() if _same(one, buffers[name])}
+        self.update.discard()
+        if not math.isclose(found, loss, rel_tol=1e-4, abs_tol=1e-6) and (math.isfinite(loss) or math.isfinite(found)):
+            problem = problem or f"its loss is {found:.6g} in stages and {loss:.6g} at once"
+        told = of_all_ranks((problem, sorted(same)))
+        problem = next((one for one, _ in told if one is not None), None)
+        if problem is not None:
+            raise self._stages.refusal(problem)
+        self._buffers_of = self._owners([set(names) for _, names in told], repeats)
+
+    def _owners(self, same: Sequence[set[str]], repeats: int) -> dict[str, int]:
+        """Return the rank that has the right values of each buffer that belongs to no unit, unless all have them."""
+        found, units = {}, tuple(f"{unit.name}." for unit in self.space.units)
+        for name, _ in self.model.named_buffers():
+            ranks = [rank for rank, one in enumerate(same) if name in one]
+            if len(ranks) == self.world or (ranks and name.startswith(units)):
+                continue
+            if not ranks or repeats > 1:
+                raise self._stages.refusal(f"buffer {name} has other values in stages than at once")
+            found[name] = ranks[-1]
+        return found
+
+    def built(self) -> torch.optim.Optimizer:
+        """Return the job's optimizer, made for all parameters, over those of this rank."""
+        return self._optimizer
+
+    def _build(self) -> None:
+        """Make the job's optimizer while all parameters are here: it may tell them apart by their places."""
+        require_updated_apart([one for one in self.model.parameters() if one.requires_grad], self.job.optimizer)
+        self._optimizer = TorchEngine.built(self)
+        self._groups = [list(group["params"]) for group in self._optimizer.param_groups]
+
+    def _leave_out_absent(self) -> None:
+        kept = set(map(id, self.model.parameters()))
+        for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group["params"] = [one for one in parameters if id(one) in kept]
+        for parameter in [one for one in self._optimizer.state if id(one) not in kept]:
+            del self._optimizer.state[parameter]
+        self._groups = []
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Return the update of the job's optimizer over this rank's parameters."""
@@ -229,13 +334,9 @@ class PipelineEngine(RankEngine):
         for one in passes_of(self.pipeline, self.rank, len(pieces)):
             key = one.stage, one.micro
             if not one.backward:
-                received, shapes = self._receive_forward(one.stage, pieces[one.micro])
-                run = StageRun(one.stage, received, shapes)
-                loss = functools.partial(self.job.loss, self.called, pieces[one.micro])
-                result = self._stages.forward(run, loss)
-                ends[key] = received, result
+                ends[key], run = self._forward(one, pieces[one.micro])
                 if one.stage < last:
-                    sent += self._send_forward(one.stage, pieces[one.micro], result, run.shapes)
+                    sent += self._send_forward(one.stage, ends[key][1], run.shapes)
                 continue
             if probe is not None:
                 probe.next_micro_batch()
@@ -250,31 +351,55 @@ class PipelineEngine(RankEngine):
                 sent.append(self._send_backward(one.stage, received))
         for _, work in sent:
             self._wait(work.wait)
+        for name, owner in self._buffers_of.items():
+            distributed.broadcast(self.model.get_buffer(name), src=owner)
         return losses
 
-    def _receive_forward(self, stage: int, piece: Any) -> tuple[torch.Tensor | None, Shapes]:
+    def _forward(self, one: Pass, piece: Any) -> tuple[tuple[torch.Tensor | None, torch.Tensor], StageRun]:
+        """Run a forward pass; return what the stage was handed with its result, and the run."""
+        received, shapes = self._receive_forward(one.stage)
+        run = StageRun(one.stage, received, shapes)
+        # A micro-batch that is repeated at weight 0 leaves nothing behind.
+        buffers = None if self._bearing[one.micro] else copy_buffers(self.model)
+        result = self._stages.forward(run, functools.partial(self.job.loss, self.called, piece))
+        if buffers is not None:
+            write_buffers(self.model, buffers)
+        return (received, result), run
+
+    def _receive_forward(self, stage: int) -> tuple[torch.Tensor | None, Shapes]:
         """Return what a stage is handed, and the shapes of what the units before it have returned."""
         if stage == 0:
             return None, {}
-        key, before = (stage, _signature(piece)), (stage - 1) % self.world
-        if key not in self._known:
-            told: list[Any] = [None]
-            self._wait(lambda: distributed.recv_object_list(told, src=before, group=self._forward_group))
-            self._known[key] = told[0]
-        like, trained, shapes = self._known[key]
+        head = torch.empty(2, dtype=torch.int64, device=self.device)
+        self._receive(head, stage)
+        number, size = head.tolist()
+        if size:
+            told = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._receive(told, stage)
+            # From another rank of this run.
+            self._known[stage, number] = pickle.loads(bytes(told.tolist()))  # noqa: S301
+        like, trained, shapes = self._known[stage, number]
         received = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        self._wait(lambda: distributed.recv(received, src=before, group=self._forward_group, tag=stage))
+        self._receive(received, stage)
         return received.requires_grad_(trained), dict(shapes)
 
-    def _send_forward(self, stage: int, piece: Any, result: torch.Tensor, shapes: Shapes) -> list[_Sent]:
-        """Send what a stage has computed; before the first micro-batch of these shapes, also its own shape."""
-        key, after = (stage + 1, _signature(piece)), (stage + 1) % self.world
-        if key not in self._told:
-            told = [(Like(tuple(result.shape), result.dtype), result.requires_grad, dict(shapes))]
-            self._wait(lambda: distributed.send_object_list(told, dst=after, group=self._forward_group))
-            self._told.add(key)
-        sent = result.detach().contiguous()
-        return [(sent, distributed.isend(sent, dst=after, group=self._forward_group, tag=stage + 1))]
+    def _receive(self, into: torch.Tensor, stage: int) -> None:
+        before = (stage - 1) % self.world
+        self._wait(lambda: distributed.recv(into, src=before, group=self._forward_group, tag=stage))
+
+    def _send_forward(self, stage: int, result: torch.Tensor, shapes: Shapes) -> list[_Sent]:
+        """Send what a stage has computed, after its description, or the number of one that was sent before."""
+        told = pickle.dumps((shape_of(result), result.requires_grad, dict(shapes)))
+        number = int.from_bytes(hashlib.sha256(told).digest()[:7], "big")
+        is_new = (stage, number) not in self._told
+        self._told.add((stage, number))
+        head = torch.tensor([number, len(told) if is_new else 0], dtype=torch.int64, device=self.device)
+        parts = [head, *([torch.tensor(list(told), dtype=torch.uint8, device=self.device)] if is_new else [])]
+        after = (stage + 1) % self.world
+        return [
+            (part, distributed.isend(part, dst=after, group=self._forward_group, tag=stage + 1))
+            for part in (*parts, result.detach().contiguous())
+        ]
 
     def _receive_backward(self, stage: int, result: torch.Tensor) -> torch.Tensor:
         """Return the gradient of what a stage has sent."""
@@ -318,20 +443,15 @@ class PipelineEngine(RankEngine):
         """Return a unit's output on all ranks."""
         owner = stage % self.world
         own = owner == self.rank
-        told = [map_tensors(lambda one: Like(tuple(one.shape), one.dtype), output) if own else None]
+        told = [map_tensors(shape_of, output) if own else None]
         distributed.broadcast_object_list(told, src=owner)
-        leaves: list[torch.Tensor] = []
-
-        def shared(like: Like, leaf: torch.Tensor | None = None) -> torch.Tensor:
-            found = torch.empty(like.shape, dtype=like.dtype, device=self.device) if leaf is None else leaf.contiguous()
-            distributed.broadcast(found, src=owner)
-            return found
-
         if not own:
-            return tree_map(lambda one: shared(one) if isinstance(one, Like) else one, told[0])
-        leaves = tensors(output)
-        for leaf in leaves:
-            shared(Like(tuple(leaf.shape), leaf.dtype), leaf)
+            output = map_tensors(lambda one: torch.empty_like(one, device=self.device), told[0])
+        for leaf in tensors(output):
+            shared = leaf.contiguous()
+            distributed.broadcast(shared, src=owner)
+            if shared is not leaf and not own:
+                leaf.copy_(shared)
         return output
 
 
@@ -457,11 +577,6 @@ class _PipelineProbe(RankProbe):
         return whole
 
 
-def _signature(piece: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a micro-batch, by which all ranks know those of what stages exchange."""
-    return tuple(tuple(one.shape) for one in tensors(piece))
-
-
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
@@ -469,3 +584,63 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     """Return the entries of a gradient that may differ from zero."""
     return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+
+
+def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two buffers differ at most by rounding."""
+    if one.shape != two.shape:
+        return False
+    return bool(torch.isclose(one.double(), two.double(), rtol=1e-4, atol=1e-7, equal_nan=True).all())
+
+
+def require_updated_apart(
+    parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> None:
+    """Refuse an optimizer whose update of a parameter depends on the others', as a learning rate for all may.
+
+    It is tried on small parameters of as many dimensions as the model's, all together and every second one alone.
+
+    Args:
+        parameters: the model's trained parameters.
+        build: function that returns the optimizer of parameters.
+
+    Raises:
+        JobError: if the optimizer raises, or makes another update.
+    """
+    whole = _updated(parameters, build, range(len(parameters)))
+    for start in (0, 1):
+        places = range(start, len(parameters), 2)
+        part = _updated(parameters, build, places)
+        if any(not torch.allclose(part[place], whole[place], rtol=1e-5, atol=1e-8) for place in places):
+            raise JobError(
+                "the optimizer's update of a parameter depends on the others', which are on other ranks",
+                where=_WHERE,
+                allowed="an optimizer that updates each parameter by itself, such as AdamW, or --engine torch",
+            )
+
+
+def _updated(
+    parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], places: range
+) -> list[torch.Tensor]:
+    """Return small parameters after three updates of those at some places."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(like: torch.Tensor) -> torch.Tensor:
+        shape = [min(size, 3) for size in like.shape]
+        return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+
+    small = [nn.Parameter(drawn(one)) for one in parameters]
+    try:
+        optimizer = build(list(small))
+        kept = {id(small[place]) for place in places}
+        for group in optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if id(one) in kept]
+        for _ in range(3):
+            gradients = [drawn(one) for one in small]
+            for place in places:
+                small[place].grad = gradients[place]
+            optimizer.step()
+    except Exception as error:
+        problem = f"the optimizer cannot update some parameters alone: {one_line(error):.200}"
+        raise JobError(problem, where=_WHERE, allowed="an optimizer such as AdamW, or --engine torch") from error
+    return [one.detach() for one in small]

@@ -164,7 +164,7 @@ class TorchEngine(EngineBase):
             super().__init__(space)
             self.fp32_borders = "borders" in self.locks
             self.arranged()
-            optimizer = build_optimizer(job, self.model)
+            optimizer = self.built()
             self._rates = LearningRates(job, optimizer, self.options.total_samples or job.total_samples)
         self.called: Any = self.model
         self.update = self.prepared(optimizer)
@@ -186,6 +186,10 @@ class TorchEngine(EngineBase):
 
     def arranged(self) -> None:
         """Arrange the model before its optimizer is built; overridden by engines that replace its parameters."""
+
+    def built(self) -> torch.optim.Optimizer:
+        """Return the job's optimizer over the parameters in this process."""
+        return build_optimizer(self.job, self.model)
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Return the update of the job's optimizer; overridden by engines that wrap the model."""

@@ -1,14 +1,15 @@
 """Compute a model in stages, each of which runs the units of a part, in any loss function that calls the model.
 
-A stage runs the user's own code from the model's call on. Units before the stage return zeros of the right shape that
-take no memory; the stage's first unit is handed what the stage before has sent; where the next stage's first unit is
-called, the forward pass ends. Code between two stages thus runs in the earlier one, and what the model computes before
-its first unit runs in every stage, to no effect but in the first.
+A stage runs the user's own code from the model's call on. Units before the stage return NaN of the right shape that
+takes no memory, so that any other use of it shows; the stage's first unit is handed what the stage before has sent;
+where the next stage's first unit is called, the forward pass ends. Code between two stages thus runs in the earlier
+one, and what the model computes before its first unit runs in every stage, to no effect but in the first.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,26 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from autotune.errors import JobError
+from autotune.errors import AutotuneError, JobError, one_line
 from autotune.mechanics.stand_ins import StandIn
 from autotune.mechanics.trees import map_tensors
 
 # Largest relative difference of a gradient in stages and at once that is due to the order of sums.
 _ROUNDING = 1e-4
 
-# Shapes and dtypes of what units return, by their numbers: containers in which a tensor is replaced by these.
+# What units return, by their numbers, with tensors on the meta device in place of theirs.
 Shapes = dict[int, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Like:
-    """The shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class _ReachedNext(BaseException):
@@ -54,6 +46,7 @@ class StageRun:
         stage: number of the stage.
         received: what the stage before has sent; ``None`` in the first one.
         shapes: what units return for this micro-batch; the pass adds those of its own units.
+        was_handed: whether the stage's first unit was handed it.
     """
 
     stage: int
@@ -87,12 +80,13 @@ class ModelStages:
         self._running: StageRun | None = None
         self._exchange: Callable[[int, Any], Any] | None = None
         self._elsewhere: frozenset[int] = frozenset()
+        self._is_parted = False
         for number, module in enumerate(self._units):
             _Skipping(module, self, number).place()
             if number in borders[1:]:
                 handed = self._handing(self._stage_of[number])
                 module.register_forward_pre_hook(handed, with_kwargs=True, prepend=True)
-            module.register_forward_hook(self._noting(number))
+            module.register_forward_hook(self._noting(number), prepend=True)
 
     def forward(self, run: StageRun, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return what a stage sends to the next one, or the loss in the last.
@@ -126,19 +120,17 @@ class ModelStages:
             stages: the stages that stay.
             shared: the parameters that stay in any case.
         """
-        kept = set(map(id, shared))
+        kept, self._is_parted = set(map(id, shared)), True
         self._elsewhere = frozenset(n for n, stage in enumerate(self._stage_of) if stage not in stages)
         for number in self._elsewhere:
             for module in self._units[number].modules():
                 for name, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) not in kept:
                         module._parameters[name] = self._absent(parameter)
-                module._buffers.update(dict.fromkeys(module._buffers))
 
     def _absent(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what takes the place of another rank's parameter: it has its shape, and takes no memory."""
-        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        found = nn.Parameter(nothing, requires_grad=False)
+        """Return what takes the place of another rank's parameter: NaN of its shape, which takes no memory."""
+        found = nn.Parameter(_nothing(parameter, parameter.device), requires_grad=False)
         self.absent.append(found)
         return found
 
@@ -180,13 +172,18 @@ class ModelStages:
         named = [(name, one) for name, one in self._model.named_parameters() if one.requires_grad]
         loss = compute()
         expected = torch.autograd.grad(loss, [one for _, one in named], allow_unused=True)
-        staged, gradients = self._in_stages(compute)
+        try:
+            staged, gradients = self._in_stages(compute)
+        except AutotuneError:
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            raise self.refusal(f"{type(error).__name__}: {one_line(error):.200}") from error
         if not torch.isclose(staged, loss.detach(), rtol=_ROUNDING, atol=1e-6, equal_nan=True):
-            raise self._refusal(f"its loss is {float(staged):.6g} in stages and {float(loss.detach()):.6g} at once")
+            raise self.refusal(f"its loss is {float(staged):.6g} in stages and {float(loss.detach()):.6g} at once")
         for (name, parameter), whole in zip(named, expected, strict=True):
             parts = gradients.get(parameter, [])
-            if not _close(sum(parts[1:], parts[0]) if parts else None, whole):
-                raise self._refusal(f"the gradient of {name} is another one in stages than at once")
+            if not is_close(sum(parts[1:], parts[0]) if parts else None, whole):
+                raise self.refusal(f"the gradient of {name} is another one in stages than at once")
         return all(len(parts) == 1 for parts in gradients.values())
 
     def _in_stages(
@@ -213,7 +210,8 @@ class ModelStages:
                     parameter.grad = None
         return ends[-1][1].detach(), gradients
 
-    def _refusal(self, why: str) -> JobError:
+    def refusal(self, why: str) -> JobError:
+        """Return the error for a model that cannot be computed in stages."""
         allowed = "a model each of whose units uses only what the one before it returns, and no gradients of gradients"
         return JobError(f"the model cannot be computed in stages: {why}", where=self._where, allowed=allowed)
 
@@ -225,25 +223,32 @@ class ModelStages:
         return number in self._elsewhere if run is None else self._stage_of[number] < run.stage
 
     def stand_in(self, number: int) -> Any:
-        """Return zeros in place of what a unit returns, which take no memory; ``None`` if it will be exchanged."""
+        """Return NaN in place of what a unit returns, which takes no memory; ``None`` if it will be exchanged."""
         run = self._running
         if run is None:
             return None
         if number not in run.shapes:
-            raise self._refusal(f"unit {number + 1} of {len(self._units)} is not called in its place")
-        return _zeros(run.shapes[number], self._device)
+            raise self.refusal(f"unit {number + 1} of {len(self._units)} is not called in its place")
+        found: Any = map_tensors(lambda one: _nothing(one, self._device), run.shapes[number])
+        return found
 
     def _handing(self, stage: int) -> Callable[..., Any]:
         def handed(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             run = self._running
-            if run is None or stage > run.stage + 1 or stage < run.stage:
+            if run is None:
+                if self._is_parted and self._exchange is None and torch.is_grad_enabled():
+                    raise self.refusal("a unit is called in the backward pass, as by torch.utils.checkpoint")
+                return None
+            if stage > run.stage + 1 or stage < run.stage:
                 return None
             place, found = _hidden(args, kwargs)
             if found is None:
-                raise self._refusal("a unit is handed no tensor of real numbers")
+                raise self.refusal("a unit is handed no tensor of real numbers")
             if stage == run.stage + 1:
                 raise _ReachedNext(found)
             assert run.received is not None
+            if run.was_handed:
+                raise self.refusal("the first unit of a stage is called twice")
             run.was_handed = True
             if isinstance(place, int):
                 return (*args[:place], run.received, *args[place + 1 :]), kwargs
@@ -254,7 +259,7 @@ class ModelStages:
     def _noting(self, number: int) -> Callable[..., Any]:
         def note(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
             if self._running is not None:
-                self._running.shapes[number] = map_tensors(lambda one: Like(tuple(one.shape), one.dtype), output)
+                self._running.shapes[number] = map_tensors(shape_of, output)
             elif self._exchange is not None:
                 return self._exchange(self._stage_of[number], output)
             return None
@@ -302,11 +307,15 @@ def unit_operations(
     return counts, reached[0], float(counter.get_total_flops()) - reached[-1]
 
 
-def _zeros(like: Any, device: torch.device) -> Any:
-    """Return the container that :meth:`ModelStages._noting` has recorded, with zeros in place of tensors."""
-    return tree_map(
-        lambda one: torch.zeros((), dtype=one.dtype).expand(one.shape) if isinstance(one, Like) else one, like
-    )
+def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's shape and dtype, as a tensor on the meta device."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _nothing(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return NaN of a tensor's shape, which takes no memory; zeros if it has whole numbers."""
+    value = math.nan if like.is_floating_point() or like.is_complex() else 0
+    return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, torch.Tensor | None]:
@@ -318,9 +327,10 @@ def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str
     return 0, None
 
 
-def _close(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
+def is_close(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
     """Return whether two gradients differ only by rounding, as a share of the larger one's norm."""
     if one is None or two is None:
         return one is two
+    one, two = (part if part.layout is torch.strided else part.to_dense() for part in (one, two))
     apart, size = torch.linalg.vector_norm(one - two), torch.linalg.vector_norm(two)
     return bool(apart <= _ROUNDING * size + 1e-12) or not bool(torch.isfinite(size))
