@@ -24,7 +24,7 @@ REFUSALS = {
     "noisy": "the model draws random numbers in training, other than dropout",
     "estimating": "the optimizer's update of a parameter depends on the others'",
     "closure": "the optimizer cannot update some parameters alone",
-    "units": "has 7 units, and the model has 6",
+    "units": "names 7 units, and the model has 6",
     "reduce": "+reduce=bf16 is not possible",
     "interleaved": "no k of (1,) can be interleaved on 2 ranks",
 }

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,15 +20,14 @@ from autotune.engines.job_checks import ask
 from autotune.engines.rank_engine import RankEngine
 from autotune.engines.rendezvous import join_ranks
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
-from autotune.errors import InputError, JobError, one_line
+from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.mechanics import cutting, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, write_buffers
 from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.gradient_stats import GradientProbe
-from autotune.mechanics.memory_meter import resident_tensors
-from autotune.mechanics.model_stages import ModelStages, Shapes, StageRun, is_close, shape_of, unit_operations
-from autotune.mechanics.rank_probe import RankProbe, RankUpdate
+from autotune.mechanics.model_stages import ROUNDING, ModelStages, Shapes, StageRun, is_close, shape_of, unit_operations
+from autotune.mechanics.pipeline_update import PipelineProbe, PipelineUpdate, require_updated_apart
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.mechanics.weight_use import weight_use
 from autotune.pipeline import PIPELINE_FORM, Pass, Pipeline, balanced, passes_of
@@ -102,7 +101,7 @@ class PipelineEngine(RankEngine):
 
     @property
     def absent(self) -> Sequence[nn.Parameter]:
-        """Return what the model has here in the place of other ranks' parameters: zeros that take no memory."""
+        """Return what the model has here in the place of other ranks' parameters: NaN that takes no memory."""
         return self._stages.absent
 
     @property
@@ -121,9 +120,12 @@ class PipelineEngine(RankEngine):
             raise InputError(problem, where="--mesh", allowed=PIPELINE_FORM)
         if knobs.reduces_in_16_bit(self.job.launch.knobs):
             raise InputError(f"+{knobs.REDUCE}=bf16 is not possible", where=_WHERE, allowed="--engine fsdp2")
-        if asked.stages > len(names) or (asked.units and sum(asked.units) != len(names)):
-            problem = f"mesh {asked} has {sum(asked.units) or asked.stages} units, and the model has {len(names)}"
-            raise InputError(problem, where="--mesh", allowed="at least one unit in each stage, and all units in one")
+        if asked.stages > len(names):
+            problem = f"{asked} has {asked.stages} stages, and the model {len(names)} units"
+            raise InputError(problem, where=_WHERE, allowed="at least one unit in each stage")
+        if asked.units and sum(asked.units) != len(names):
+            problem = f"{asked} names {sum(asked.units)} units, and the model has {len(names)}"
+            raise InputError(problem, where="--mesh", allowed="each unit of the model in one stage")
         self.restrict_space()
         first, *others = self._pieces()
         self._tried = first, others[-1]
@@ -254,7 +256,9 @@ class PipelineEngine(RankEngine):
             written = {name: one for name, one in self.model.named_buffers() if name in buffers}
             same = {name for name, one in written.items() if _same(one, buffers[name])}
         self.update.discard()
-        if not math.isclose(found, loss, rel_tol=1e-4, abs_tol=1e-6) and (math.isfinite(loss) or math.isfinite(found)):
+        if not math.isclose(found, loss, rel_tol=ROUNDING, abs_tol=1e-6) and (
+            math.isfinite(loss) or math.isfinite(found)
+        ):
             problem = problem or f"its loss is {found:.6g} in stages and {loss:.6g} at once"
         told = of_all_ranks((problem, sorted(same)))
         problem = next((one for one, _ in told if one is not None), None)
@@ -280,7 +284,8 @@ class PipelineEngine(RankEngine):
 
     def _build(self) -> None:
         """Make the job's optimizer while all parameters are here: it may tell them apart by their places."""
-        require_updated_apart([one for one in self.model.parameters() if one.requires_grad], self.job.optimizer)
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        require_updated_apart(trained, self.job.optimizer, where=_WHERE)
         self._optimizer = TorchEngine.built(self)
         self._groups = [list(group["params"]) for group in self._optimizer.param_groups]
 
@@ -432,7 +437,7 @@ class PipelineEngine(RankEngine):
     def probe(self) -> GradientProbe:
         """Return the probe that observes a sampled step's gradients on all ranks."""
         order = passes_of(self.pipeline, self.rank, len(self._bearing))
-        return _PipelineProbe(self.ranked, self._trained, [one.micro for one in order if one.backward], self._bearing)
+        return PipelineProbe(self.ranked, self._trained, [one.micro for one in order if one.backward], self._bearing)
 
     def evaluate(self) -> float:
         """Return the job's metric in the user's own precision: each unit is computed on its own rank."""
@@ -455,192 +460,8 @@ class PipelineEngine(RankEngine):
         return output
 
 
-class PipelineUpdate(RankUpdate):
-    """Updates in which each rank updates the parameters of its stages, and all update the shared ones alike.
-
-    Args:
-        optimizer: the job's optimizer over this rank's parameters.
-        trained: the model's trained parameters; those of other ranks have no values here.
-        shared: the places of the shared ones among them.
-        absent: what is in the place of parameters of other ranks.
-        clip_norm: norm at which gradients are clipped; ``None`` for no clipping.
-        device_type: the device's type.
-        keeps_gradients: whether each parameter has a gradient from one stage alone, so that norms can be observed.
-    """
-
-    copies = 1
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        trained: Sequence[nn.Parameter],
-        shared: Sequence[int],
-        *,
-        absent: Iterable[nn.Parameter],
-        clip_norm: float | None,
-        device_type: str,
-        keeps_gradients: bool,
-    ) -> None:
-        super().__init__(optimizer, clip_norm=clip_norm, device_type=device_type, order=trained)
-        self.keeps_gradients = keeps_gradients
-        self._trained, self._absent, self._accumulates = trained, set(map(id, absent)), False
-        self._shared = [(place, trained[place]) for place in shared]
-
-    def begin(self, micro_batches: int) -> None:
-        """Announce the number of micro-batches of the next update."""
-        self._accumulates = micro_batches > 0
-
-    def backward_from(self, result: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Accumulate the gradient of one micro-batch from that of what a stage has sent."""
-        self._accumulating = True
-        result.backward(gradient)
-
-    def unscale(self) -> float:
-        """Add up the gradients of shared parameters, and return the whole gradient's 2-norm, the same on every rank."""
-        if self._shared:
-            first = self._shared[0][1]
-            there = torch.tensor([one.grad is not None for _, one in self._shared], dtype=torch.float32)
-            there = there.to(first.device)
-            distributed.all_reduce(there)
-            for count, (_, parameter) in zip(there.tolist(), self._shared, strict=True):
-                if count:
-                    gradient = torch.zeros_like(parameter) if parameter.grad is None else _dense(parameter.grad)
-                    gradient = gradient.contiguous()
-                    distributed.all_reduce(gradient)
-                    parameter.grad = gradient
-        # Gradients of shared parameters are there on all ranks now.
-        self._accumulating = self._accumulates
-        return self._norm()
-
-    def _norm(self) -> float:
-        """Return the 2-norm of the whole gradient, of the parameters' norms in the order of the model."""
-        shards = self.shards()
-        norms = torch.zeros(2, len(self._trained), dtype=torch.float64, device=self._trained[0].device)
-        if shards:
-            where = torch.tensor([place for place, _ in shards], device=norms.device)
-            own = torch.stack([norm.double() for norm in torch._foreach_norm([gradient for _, gradient in shards])])
-            norms.index_copy_(1, where, torch.stack([own, torch.ones_like(own)]))
-        distributed.all_reduce(norms)
-        dtype = functools.reduce(torch.promote_types, {one.dtype.to_real() for one in self._trained})
-        return float(torch.linalg.vector_norm(norms[0][norms[1] > 0].to(dtype)))
-
-    def shards(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the gradients of this rank's stages, and on the first rank those of shared parameters."""
-        shared = {place for place, _ in self._shared} if distributed.get_rank() else frozenset[int]()
-        return [
-            (place, _values(one.grad))
-            for place, one in enumerate(self._trained)
-            if one.grad is not None and place not in shared
-        ]
-
-    def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return this rank's weights and buffers by name."""
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return {name: one for name, one in named.items() if id(one) not in self._absent}
-
-    def resident(self, model: nn.Module, batches: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the tensors that are alive on this rank before a step begins."""
-        return resident_tensors(model, self.optimizer, batches)
-
-    def settle(self) -> None:
-        """Do nothing: no weight is ever gathered."""
-
-
-class _PipelineProbe(RankProbe):
-    """Probe of a step whose micro-batches all go through all ranks.
-
-    Args:
-        update: the update of the step.
-        trained: the model's trained parameters.
-        order: the micro-batch of each of this rank's backward passes.
-        bearing: for every micro-batch, whether it has loss-bearing items.
-    """
-
-    def __init__(
-        self, update: RankUpdate, trained: Sequence[nn.Parameter], order: Sequence[int], bearing: Sequence[bool]
-    ) -> None:
-        super().__init__(update, bearing)
-        self._parameters = list(trained)
-        self._order = order
-
-    def __enter__(self) -> GradientProbe:
-        for place, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._note(place)))
-        return self
-
-    def micro_batches(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the squared norms of each micro-batch in all stages; see :class:`RankProbe`."""
-        whole = own.new_zeros(len(self._bearing), own.shape[1])
-        whole.index_add_(0, torch.tensor(self._order, device=own.device), own)
-        distributed.all_reduce(whole)
-        return whole
-
-
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the entries of a gradient that may differ from zero."""
-    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
-
-
 def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Return whether two buffers differ at most by rounding."""
     if one.shape != two.shape:
         return False
     return bool(torch.isclose(one.double(), two.double(), rtol=1e-4, atol=1e-7, equal_nan=True).all())
-
-
-def require_updated_apart(
-    parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-) -> None:
-    """Refuse an optimizer whose update of a parameter depends on the others', as a learning rate for all may.
-
-    It is tried on small parameters of as many dimensions as the model's, all together and every second one alone.
-
-    Args:
-        parameters: the model's trained parameters.
-        build: function that returns the optimizer of parameters.
-
-    Raises:
-        JobError: if the optimizer raises, or makes another update.
-    """
-    whole = _updated(parameters, build, range(len(parameters)))
-    for start in (0, 1):
-        places = range(start, len(parameters), 2)
-        part = _updated(parameters, build, places)
-        if any(not torch.allclose(part[place], whole[place], rtol=1e-5, atol=1e-8) for place in places):
-            raise JobError(
-                "the optimizer's update of a parameter depends on the others', which are on other ranks",
-                where=_WHERE,
-                allowed="an optimizer that updates each parameter by itself, such as AdamW, or --engine torch",
-            )
-
-
-def _updated(
-    parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], places: range
-) -> list[torch.Tensor]:
-    """Return small parameters after three updates of those at some places."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(like: torch.Tensor) -> torch.Tensor:
-        shape = [min(size, 3) for size in like.shape]
-        return torch.randn(shape, generator=generator).to(like.device, like.dtype)
-
-    small = [nn.Parameter(drawn(one)) for one in parameters]
-    try:
-        optimizer = build(list(small))
-        kept = {id(small[place]) for place in places}
-        for group in optimizer.param_groups:
-            group["params"] = [one for one in group["params"] if id(one) in kept]
-        for _ in range(3):
-            gradients = [drawn(one) for one in small]
-            for place in places:
-                small[place].grad = gradients[place]
-            optimizer.step()
-    except Exception as error:
-        problem = f"the optimizer cannot update some parameters alone: {one_line(error):.200}"
-        raise JobError(problem, where=_WHERE, allowed="an optimizer such as AdamW, or --engine torch") from error
-    return [one.detach() for one in small]

@@ -23,8 +23,9 @@ from autotune.errors import AutotuneError, JobError, one_line
 from autotune.mechanics.stand_ins import StandIn
 from autotune.mechanics.trees import map_tensors
 
-# Largest relative difference of a gradient in stages and at once that is due to the order of sums.
-_ROUNDING = 1e-4
+# Largest relative difference of a loss or a gradient in stages and at once that is due to the order of sums; and in
+# multiples of the smallest difference of a dtype.
+ROUNDING, _ROUNDINGS = 1e-3, 4
 
 # What units return, by their numbers, with tensors on the meta device in place of theirs.
 Shapes = dict[int, Any]
@@ -178,7 +179,7 @@ class ModelStages:
             raise
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise self.refusal(f"{type(error).__name__}: {one_line(error):.200}") from error
-        if not torch.isclose(staged, loss.detach(), rtol=_ROUNDING, atol=1e-6, equal_nan=True):
+        if not torch.isclose(staged, loss.detach(), rtol=ROUNDING, atol=1e-6, equal_nan=True):
             raise self.refusal(f"its loss is {float(staged):.6g} in stages and {float(loss.detach()):.6g} at once")
         for (name, parameter), whole in zip(named, expected, strict=True):
             parts = gradients.get(parameter, [])
@@ -333,4 +334,5 @@ def is_close(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
         return one is two
     one, two = (part if part.layout is torch.strided else part.to_dense() for part in (one, two))
     apart, size = torch.linalg.vector_norm(one - two), torch.linalg.vector_norm(two)
-    return bool(apart <= _ROUNDING * size + 1e-12) or not bool(torch.isfinite(size))
+    tolerance = max(ROUNDING, _ROUNDINGS * torch.finfo(two.dtype).eps)
+    return bool(apart <= tolerance * size + 1e-12) or not bool(torch.isfinite(size))
