@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from sharded_rank import at_random, farthest, make, whole
+from sharded_rank import loss as token_loss
 from small_models import TinyGPT
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
@@ -188,6 +189,16 @@ def scaled_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return found.square().mean() / model.blocks[0].size if model.training else found.mean()
 
 
+def autocast_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return token_loss(model, batch)
+
+
+def overflowing(seed: int) -> Iterator[torch.Tensor]:
+    for number, batch in enumerate(rows(seed)):
+        yield batch * (1e30 if number == 0 else 1)
+
+
 def regularised_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
     found = model(batch).square().mean()
     return found + sum(one.square().sum() for one in model.parameters()) if model.training else found
@@ -241,6 +252,7 @@ def main() -> None:
         models[name] = functools.partial(kind, width=16, blocks=4, dropout=0.0)
     refused = {name: refusal(make(model=model)) for name, model in models.items()}
     refused["balanced"] = refusal(gated(loss=balanced_loss))
+    refused["scaled_at_first"] = refusal(gated(loss=scaled_loss, batches=overflowing))
     refused["scaled"] = refusal(gated(loss=scaled_loss))
     refused["estimating"] = refusal(make(optimizer=lambda parameters: Estimating(parameters, lr=0.1)))
     refused["closure"] = refusal(make(optimizer=torch.optim.LBFGS))
@@ -261,6 +273,8 @@ def main() -> None:
         "lengths_interleaved": compared(make(batches=lengths), "pipe=2,schedule=interleaved"),
         "norms": compared(gated(model=Normalised)),
         "root_norm": compared(gated(model=functools.partial(Gates, norm=True))),
+        "autocast": compared(make(loss=autocast_loss)),
+        "overflowing": compared(gated(batches=overflowing)),
         "by_place": compared(make(optimizer=by_place)),
         "turning": compared(gated(model=Turning)),
         "regularised": compared(gated(loss=regularised_loss)),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autotune.profiling import dropout_off
+from autotune.mechanics import dropout_off
 
 ROWS = torch.ones(2, 2, 8, 8)
 
@@ -41,10 +41,11 @@ def test_functions_are_as_they_were_at_the_end() -> None:
 
 
 def test_functions_that_were_replaced_meanwhile_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The function that is there now is put back at the end.
+    monkeypatch.setattr(F, "dropout", F.dropout)
     end = dropout_off.turn_off()
     inner = F.dropout
-    monkeypatch.setattr(F, "dropout", lambda *args, **kwargs: inner(*args, **kwargs))
-    own = F.dropout
+    own = F.dropout = lambda *args, **kwargs: inner(*args, **kwargs)  # type: ignore[assignment]
     end()
     assert F.dropout is own
     assert draws()

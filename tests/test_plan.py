@@ -217,7 +217,7 @@ GOOD = {
         ({"launch": []}, r"launch is \[\] \(allowed: an object\)"),
         (
             {"launch": {"stage": 1}},
-            r"unknown key 'launch.stage' \(allowed: compile, fp32, knobs, learning_rate, mesh, optimizer, zero_stage\)",
+            r"unknown key 'launch.stage' \(allowed: compile, fp32, knobs, learning_rate, mesh, optimizer, pipeline, z",
         ),
         ({"launch": {"zero_stage": 4}}, r"launch.zero_stage is 4 \(allowed: 0, 1, 2, 3\)"),
         ({"launch": {"zero_stage": True}}, r"launch.zero_stage is True \(allowed: a whole number\)"),

@@ -22,22 +22,34 @@ from autotune.engines.rendezvous import join_ranks
 from autotune.engines.torch_engine import EngineOptions, TorchEngine
 from autotune.errors import InputError, JobError
 from autotune.job import Job
-from autotune.mechanics import cutting, randomness, stepping
+from autotune.mechanics import controls, cutting, dropout_off, randomness, stepping
 from autotune.mechanics.buffers import copy_buffers, write_buffers
 from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.gradient_stats import GradientProbe
-from autotune.mechanics.model_stages import ROUNDING, ModelStages, Shapes, StageRun, is_close, shape_of, unit_operations
+from autotune.mechanics.model_stages import (
+    ModelStages,
+    Shapes,
+    StageRun,
+    floor_of,
+    is_close,
+    rounding_of,
+    shape_of,
+    unit_operations,
+)
 from autotune.mechanics.pipeline_update import PipelineProbe, PipelineUpdate, require_updated_apart
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.mechanics.weight_use import weight_use
 from autotune.pipeline import PIPELINE_FORM, Pass, Pipeline, balanced, passes_of
 from autotune.plan import Plan
-from autotune.profiling import dropout_off
 
 _WHERE = "engine pipeline"
 # A tensor that is being sent, and what waits until it was.
 _Sent = tuple[torch.Tensor, Any]
 _Value = TypeVar("_Value")
+# Micro-batches by which stages are tried, and batches that are looked at for them.
+_PIECES, _BATCHES = 3, 6
+# Largest difference of a buffer as a share of its change that is due to rounding.
+_CHANGE = 1e-2
 
 
 class PipelineEngine(RankEngine):
@@ -83,7 +95,7 @@ class PipelineEngine(RankEngine):
         self._known: dict[tuple[int, int], tuple[torch.Tensor, bool, Shapes]] = {}
         self._told: set[tuple[int, int]] = set()
         self._buffers_of: dict[str, int] = {}
-        # Two micro-batches, and what a step on the first must give, until that was tried.
+        # Three micro-batches, and what a step on two of them must give, until that was tried.
         self._tried: Any = None
         self._expected: Any = None
         super().__init__(job, seed=seed, device=device, options=options)
@@ -101,7 +113,7 @@ class PipelineEngine(RankEngine):
 
     @property
     def absent(self) -> Sequence[nn.Parameter]:
-        """Return what the model has here in the place of other ranks' parameters: NaN that takes no memory."""
+        """Return the parameters of other ranks: NaN that takes no memory."""
         return self._stages.absent
 
     @property
@@ -127,8 +139,7 @@ class PipelineEngine(RankEngine):
             problem = f"{asked} names {sum(asked.units)} units, and the model has {len(names)}"
             raise InputError(problem, where="--mesh", allowed="each unit of the model in one stage")
         self.restrict_space()
-        first, *others = self._pieces()
-        self._tried = first, others[-1]
+        self._tried = self._pieces()
         contained = self._contained(names)
         counts = asked.units or self._balanced(names, asked.stages)
         self.pipeline = replace(asked, units=counts)
@@ -181,13 +192,33 @@ class PipelineEngine(RankEngine):
         return balanced([count + least for count in counts], stages, first=first, last=last)
 
     def _pieces(self) -> list[Any]:
-        """Return the micro-batches of the first batch at the largest k, or two batches if it is not cut."""
+        """Return three micro-batches whose loss is finite, of as many batches, at the largest k.
+
+        Raises:
+            JobError: if no batch has one.
+        """
         k = self.space.accumulation_choices[-1] if self.job.batching == "fixed" else 1
-        found = cutting.Cutting.of(self.job).pieces(self._pending[0], k) if k > 1 else [self._pending[0]]
-        if len(found) == 1:
-            self._pending.append(ask(self.job, "batches", self._stream.take))
-            found.append(self._pending[-1])
-        return found
+        found: list[Any] = []
+        for number in range(_BATCHES):
+            if number == len(self._pending):
+                self._pending.append(ask(self.job, "batches", self._stream.take))
+            batch = self._pending[number]
+            pieces = cutting.Cutting.of(self.job).pieces(batch, k) if k > 1 else [batch]
+            # Of a batch that is always the same, others are taken.
+            usable = filter(self._is_usable, pieces[number % len(pieces) :])
+            found += itertools.islice(usable, 1)
+            if len(found) == _PIECES:
+                return found
+        if not found:
+            problem = f"the loss of the first {_BATCHES} batches is not finite, so that stages cannot be tried"
+            raise JobError(problem, where=_WHERE, allowed="a loss that is finite at the first weights")
+        return [*found, *[found[-1]] * (_PIECES - len(found))]
+
+    def _is_usable(self, piece: Any) -> bool:
+        if not cutting.count_items(piece, self.job.count):
+            return False
+        with self._unchanged(), torch.no_grad():
+            return math.isfinite(float(self._loss(piece)))
 
     def _checked(self, act: Callable[[Callable[[], torch.Tensor]], _Value]) -> _Value:
         """Return what a function of the loss of a micro-batch returns; dropout is off, and nothing changes."""
@@ -207,8 +238,11 @@ class PipelineEngine(RankEngine):
         """
         buffers, turn_on = copy_buffers(self.model), dropout_off.turn_off()
         modes = {module: module.training for module in self.model.modules()}
+        rates = {module: module.dropout for module in modes if isinstance(module, nn.RNNBase)}
         for module in modes:
             module.training = module.training and not isinstance(module, nn.modules.dropout._DropoutNd)
+        for module in rates:
+            module.dropout = 0.0
         try:
             with randomness.isolated():
                 before = randomness.capture()
@@ -218,6 +252,8 @@ class PipelineEngine(RankEngine):
             turn_on()
             for module, training in modes.items():
                 module.training = training
+            for recurrent, rate in rates.items():
+                recurrent.dropout = rate
             write_buffers(self.model, buffers)
             self.model.zero_grad(set_to_none=True)
         if is_random:
@@ -227,53 +263,57 @@ class PipelineEngine(RankEngine):
     # The whole model's loss, gradient and buffers before ranks part, and what they are in a step of all ranks.
 
     def _expect(self) -> None:
-        """Compute what a step on one micro-batch must give, and leave what another one leaves behind on the modules."""
-        first, other = self._tried
+        """Compute what a step on two micro-batches must give; a third one leaves on modules what is wrong for both."""
+        controls.apply(self.model, self.plan)
+        before = copy_buffers(self.model)
         with self._unchanged():
-            loss = self._loss(first)
-            if loss.requires_grad:
-                loss.backward()
+            losses = []
+            for piece in self._tried[:-1]:
+                loss = self._loss(piece) / 2
+                if loss.requires_grad:
+                    loss.backward()
+                losses.append(float(loss.detach()))
             gradients = {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
-            self._expected = float(loss.detach()), gradients, copy_buffers(self.model)
+            self._expected = math.fsum(losses), gradients, before, copy_buffers(self.model)
         with self._unchanged(), torch.no_grad():
-            self._loss(other)
+            self._loss(self._tried[-1])
+        controls.apply(self.model, Plan())
 
     def _require_exact(self) -> None:
         """Refuse a model whose step on all ranks is another one than at once."""
-        loss, gradients, buffers = self._expected
-        repeats = self.world if self.pipeline.stages > self.world else 1
-        found, problem = math.nan, None
+        loss, gradients, before, after = self._expected
+        first, second, _ = self._tried
+        missing = -2 % self.world if self.pipeline.stages > self.world else 0
+        here = [(first, 0.5), (second, 0.5), *((first, 0.0),) * missing]
+        floor = floor_of(gradients.values())
+        problem, absent = None, set(map(id, self.absent))
         with self._unchanged():
-            here = tuple((self._tried[0], 1 / repeats) for _ in range(repeats))
-            self._bearing = [True] * repeats
-            self.update.begin(repeats)
-            found = self.total(self.passes(cutting.Shares(here=here, items=1, samples=(), weights=()), None))
+            self._bearing = [weight > 0 for _, weight in here]
+            self.update.begin(len(here))
+            found = self.total(self.passes(cutting.Shares(here=tuple(here), items=1, samples=(), weights=()), None))
             self.update.unscale()
-            absent = set(map(id, self.absent))
             for name, one in self.model.named_parameters():
-                if id(one) not in absent and not is_close(one.grad, gradients.get(name)):
+                if id(one) not in absent and not is_close(one.grad, gradients.get(name), floor):
                     problem = problem or f"the gradient of {name} is another one in stages than at once"
-            written = {name: one for name, one in self.model.named_buffers() if name in buffers}
-            same = {name for name, one in written.items() if _same(one, buffers[name])}
+            now = {name: one for name, one in self.model.named_buffers() if name in after}
+            same = {name for name, one in now.items() if _same_change(before[name], after[name], one)}
         self.update.discard()
-        if not math.isclose(found, loss, rel_tol=ROUNDING, abs_tol=1e-6) and (
-            math.isfinite(loss) or math.isfinite(found)
-        ):
+        if not math.isclose(found, loss, rel_tol=rounding_of(self.model), abs_tol=1e-6):
             problem = problem or f"its loss is {found:.6g} in stages and {loss:.6g} at once"
         told = of_all_ranks((problem, sorted(same)))
         problem = next((one for one, _ in told if one is not None), None)
         if problem is not None:
             raise self._stages.refusal(problem)
-        self._buffers_of = self._owners([set(names) for _, names in told], repeats)
+        self._buffers_of = self._owners([set(names) for _, names in told])
 
-    def _owners(self, same: Sequence[set[str]], repeats: int) -> dict[str, int]:
+    def _owners(self, same: Sequence[set[str]]) -> dict[str, int]:
         """Return the rank that has the right values of each buffer that belongs to no unit, unless all have them."""
         found, units = {}, tuple(f"{unit.name}." for unit in self.space.units)
         for name, _ in self.model.named_buffers():
             ranks = [rank for rank, one in enumerate(same) if name in one]
             if len(ranks) == self.world or (ranks and name.startswith(units)):
                 continue
-            if not ranks or repeats > 1:
+            if not ranks:
                 raise self._stages.refusal(f"buffer {name} has other values in stages than at once")
             found[name] = ranks[-1]
         return found
@@ -287,15 +327,14 @@ class PipelineEngine(RankEngine):
         trained = [one for one in self.model.parameters() if one.requires_grad]
         require_updated_apart(trained, self.job.optimizer, where=_WHERE)
         self._optimizer = TorchEngine.built(self)
-        self._groups = [list(group["params"]) for group in self._optimizer.param_groups]
 
     def _leave_out_absent(self) -> None:
-        kept = set(map(id, self.model.parameters()))
-        for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group["params"] = [one for one in parameters if id(one) in kept]
-        for parameter in [one for one in self._optimizer.state if id(one) not in kept]:
+        """Leave out the optimizer's parameters that are on other ranks."""
+        absent = set(map(id, self.absent))
+        for group in self._optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if id(one) not in absent]
+        for parameter in [one for one in self._optimizer.state if id(one) in absent]:
             del self._optimizer.state[parameter]
-        self._groups = []
 
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Return the update of the job's optimizer over this rank's parameters."""
@@ -460,8 +499,10 @@ class PipelineEngine(RankEngine):
         return output
 
 
-def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return whether two buffers differ at most by rounding."""
-    if one.shape != two.shape:
+def _same_change(before: torch.Tensor, after: torch.Tensor, now: torch.Tensor) -> bool:
+    """Return whether a buffer has changed as it should, but for rounding."""
+    if now.shape != after.shape or before.shape != after.shape:
         return False
-    return bool(torch.isclose(one.double(), two.double(), rtol=1e-4, atol=1e-7, equal_nan=True).all())
+    one, two, base = (part.detach().double().nan_to_num() for part in (now, after, before))
+    change = torch.linalg.vector_norm(two - base)
+    return bool(torch.linalg.vector_norm(one - two) <= _CHANGE * change)

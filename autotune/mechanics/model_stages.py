@@ -20,12 +20,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autotune.errors import AutotuneError, JobError, one_line
+from autotune.mechanics.buffers import copy_buffers, write_buffers
 from autotune.mechanics.stand_ins import StandIn
 from autotune.mechanics.trees import map_tensors
 
 # Largest relative difference of a loss or a gradient in stages and at once that is due to the order of sums; and in
 # multiples of the smallest difference of a dtype.
 ROUNDING, _ROUNDINGS = 1e-3, 4
+# A gradient whose norm is so small a share of the whole gradient's may be nothing but rounding.
+_FLOOR = 1e-6
 
 # What units return, by their numbers, with tensors on the meta device in place of theirs.
 Shapes = dict[int, Any]
@@ -67,7 +70,7 @@ class ModelStages:
 
     Attributes:
         parts: names of the units of each stage.
-        absent: what is in the place of parameters of other ranks.
+        absent: the parameters of other stages, which have no memory here.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], counts: Sequence[int], *, where: str) -> None:
@@ -123,17 +126,12 @@ class ModelStages:
         """
         kept, self._is_parted = set(map(id, shared)), True
         self._elsewhere = frozenset(n for n, stage in enumerate(self._stage_of) if stage not in stages)
-        for number in self._elsewhere:
-            for module in self._units[number].modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is not None and id(parameter) not in kept:
-                        module._parameters[name] = self._absent(parameter)
-
-    def _absent(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what takes the place of another rank's parameter: NaN of its shape, which takes no memory."""
-        found = nn.Parameter(_nothing(parameter, parameter.device), requires_grad=False)
-        self.absent.append(found)
-        return found
+        others = (one for number in sorted(self._elsewhere) for one in self._units[number].parameters())
+        self.absent = [one for one in dict.fromkeys(others) if id(one) not in kept]
+        for parameter in self.absent:
+            # The object stays, since other code may hold it, and its memory goes.
+            parameter.data, parameter.grad = _nothing(parameter, parameter.device), None
+            parameter.requires_grad_(False)
 
     @contextmanager
     def exchanging(self, exchange: Callable[[int, Any], Any]) -> Iterator[None]:
@@ -170,20 +168,27 @@ class ModelStages:
         Raises:
             JobError: if they do not; it names a parameter.
         """
-        named = [(name, one) for name, one in self._model.named_parameters() if one.requires_grad]
+        buffers = copy_buffers(self._model)
         loss = compute()
-        expected = torch.autograd.grad(loss, [one for _, one in named], allow_unused=True)
+        if not bool(torch.isfinite(loss.detach())):
+            raise self.refusal("its loss is not finite")
+        if loss.requires_grad:
+            loss.backward()
+        expected = {name: one.grad for name, one in self._model.named_parameters() if one.requires_grad}
+        self._model.zero_grad(set_to_none=True)
+        write_buffers(self._model, buffers)
         try:
             staged, gradients = self._in_stages(compute)
         except AutotuneError:
             raise
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise self.refusal(f"{type(error).__name__}: {one_line(error):.200}") from error
-        if not torch.isclose(staged, loss.detach(), rtol=ROUNDING, atol=1e-6, equal_nan=True):
+        if not torch.isclose(staged, loss.detach(), rtol=rounding_of(self._model), atol=1e-6):
             raise self.refusal(f"its loss is {float(staged):.6g} in stages and {float(loss.detach()):.6g} at once")
-        for (name, parameter), whole in zip(named, expected, strict=True):
+        floor = floor_of(one for one in expected.values() if one is not None)
+        for name, parameter in self._model.named_parameters():
             parts = gradients.get(parameter, [])
-            if not is_close(sum(parts[1:], parts[0]) if parts else None, whole):
+            if not is_close(sum(parts[1:], parts[0]) if parts else None, expected.get(name), floor):
                 raise self.refusal(f"the gradient of {name} is another one in stages than at once")
         return all(len(parts) == 1 for parts in gradients.values())
 
@@ -328,11 +333,27 @@ def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str
     return 0, None
 
 
-def is_close(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
-    """Return whether two gradients differ only by rounding, as a share of the larger one's norm."""
+def floor_of(gradients: Iterable[torch.Tensor]) -> float:
+    """Return the difference below which gradients count as equal: some are nothing but rounding, as of a key's bias."""
+    whole = math.hypot(*(float(torch.linalg.vector_norm(_dense(one))) for one in gradients))
+    return _FLOOR * whole if math.isfinite(whole) else 0.0
+
+
+def is_close(one: torch.Tensor | None, two: torch.Tensor | None, floor: float) -> bool:
+    """Return whether two gradients differ by a small share of the second one's norm, or by less than a floor."""
     if one is None or two is None:
         return one is two
-    one, two = (part if part.layout is torch.strided else part.to_dense() for part in (one, two))
+    one, two = _dense(one), _dense(two)
     apart, size = torch.linalg.vector_norm(one - two), torch.linalg.vector_norm(two)
     tolerance = max(ROUNDING, _ROUNDINGS * torch.finfo(two.dtype).eps)
-    return bool(apart <= tolerance * size + 1e-12) or not bool(torch.isfinite(size))
+    return bool(apart <= tolerance * size + floor)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def rounding_of(model: nn.Module) -> float:
+    """Return the largest relative difference of two losses of a model that is due to the order of sums."""
+    kinds = {one.dtype for one in model.parameters() if one.is_floating_point()}
+    return max([ROUNDING, *(_ROUNDINGS * torch.finfo(one).eps for one in kinds)])

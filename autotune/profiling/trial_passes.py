@@ -16,9 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from autotune.mechanics import randomness
+from autotune.mechanics import dropout_off, randomness
 from autotune.mechanics.loop_signals import any_error
-from autotune.profiling import dropout_off
 from autotune.profiling.gradient_sketch import sketches
 from autotune.profiling.trial_state import ModelState, Pair
 
