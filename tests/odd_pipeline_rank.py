@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -284,6 +285,9 @@ def main() -> None:
     }
     (Path(sys.argv[1]) / f"rank{distributed.get_rank()}.json").write_text(json.dumps(found))
     distributed.barrier()
+    distributed.destroy_process_group()
+    # Threads that torch leaves behind now and then abort a process as the interpreter ends.
+    os._exit(0)
 
 
 if __name__ == "__main__":

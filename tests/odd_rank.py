@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -160,8 +161,9 @@ def main() -> None:
     found = {name: globals()[name](mesh, folder) for name in sys.argv[3].split(",")}
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
-    # Threads of a group that outlives the interpreter may abort the process as it ends.
     dist.destroy_process_group()
+    # Threads that torch leaves behind now and then abort a process as the interpreter ends.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import sys
 import tempfile
@@ -308,6 +309,9 @@ def main() -> None:
 
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
+    dist.destroy_process_group()
+    # Threads that torch leaves behind now and then abort a process as the interpreter ends.
+    os._exit(0)
 
 
 if __name__ == "__main__":
