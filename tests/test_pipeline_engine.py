@@ -57,6 +57,7 @@ def test_pipeline_makes_the_updates_of_one_process_under_random_plans(tmp_path: 
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
+        ("pipe=2", 2),
         ("pipe=2,schedule=gpipe,units=2/4", 2),
         ("pipe=2,schedule=interleaved,units=2/1/1/2", 2),
         ("pipe=4", 4),

@@ -236,13 +236,7 @@ class PipelineEngine(RankEngine):
         Raises:
             JobError: if the body draws random numbers, which ranks would draw apart.
         """
-        buffers, turn_on = copy_buffers(self.model), dropout_off.turn_off()
-        modes = {module: module.training for module in self.model.modules()}
-        rates = {module: module.dropout for module in modes if isinstance(module, nn.RNNBase)}
-        for module in modes:
-            module.training = module.training and not isinstance(module, nn.modules.dropout._DropoutNd)
-        for module in rates:
-            module.dropout = 0.0
+        buffers, turn_on = copy_buffers(self.model), dropout_off.turn_off(self.model)
         try:
             with randomness.isolated():
                 before = randomness.capture()
@@ -250,10 +244,6 @@ class PipelineEngine(RankEngine):
                 is_random = randomness.drawn(before)
         finally:
             turn_on()
-            for module, training in modes.items():
-                module.training = training
-            for recurrent, rate in rates.items():
-                recurrent.dropout = rate
             write_buffers(self.model, buffers)
             self.model.zero_grad(set_to_none=True)
         if is_random:

@@ -1,4 +1,4 @@
-"""Turn off dropout that models apply by functions, as modes of modules turn off that of dropout modules.
+"""Turn off dropout, but no other part of a model's training mode.
 
 The functions are replaced where models look them up, in ``torch.nn.functional``. Code that has imported one by its name
 keeps it, so whoever turns dropout off must still see whether random numbers were drawn.
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 # Of each function the place and the name of an argument, and its value without dropout.
 _NEUTRAL: dict[str, tuple[int, str, Any]] = {
@@ -29,12 +30,19 @@ _threads: list[int] = []
 _replaced: dict[str, tuple[Any, Any]] = {}
 
 
-def turn_off() -> Callable[[], None]:
-    """Turn dropout by functions off in this thread and in autograd's own ones, until the returned function is called.
+def turn_off(model: nn.Module | None = None) -> Callable[[], None]:
+    """Turn dropout off in this thread and in autograd's own ones, until the returned function is called.
 
-    Models that other threads train keep theirs.
+    That of torch's dropout modules is, too: they call the functions. Models that other threads train keep theirs.
+
+    Args:
+        model: a model whose recurrent networks, which draw by themselves, have no dropout meanwhile.
     """
     thread, ended = threading.get_ident(), False
+    modules = () if model is None else model.modules()
+    rates = [(module, module.dropout) for module in modules if isinstance(module, nn.RNNBase)]
+    for module, _ in rates:
+        module.dropout = 0.0
     with _lock:
         if not _threads:
             for name, neutral in _NEUTRAL.items():
@@ -49,6 +57,8 @@ def turn_off() -> Callable[[], None]:
             if ended:
                 return
             ended = True
+            for module, rate in rates:
+                module.dropout = rate
             _threads.remove(thread)
             if not _threads:
                 for name, (own, former) in _replaced.items():

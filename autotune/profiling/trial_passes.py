@@ -123,10 +123,7 @@ class Attempt:
         for module, training in modes.items():
             on = not isinstance(module, _DropoutNd) if self.training else isinstance(module, _NormBase)
             module.training = training and on
-        rates = {module: module.dropout for module in modes if isinstance(module, nn.RNNBase)}
-        for module in rates:
-            module.dropout = 0.0
-        free, turn_on = _keep_modes(modes), dropout_off.turn_off()
+        free, turn_on = _keep_modes(modes), dropout_off.turn_off(model)
 
         def undo() -> None:
             turn_on()
@@ -134,8 +131,6 @@ class Attempt:
             state.restore()
             for module, training in modes.items():
                 module.training = training
-            for recurrent, rate in rates.items():
-                recurrent.dropout = rate
             randomness.restore(before)
 
         self._undo, is_closed = undo, False
