@@ -48,6 +48,8 @@ def _is_rate(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
+# The launch choices that only an engine of several ranks has.
+_OF_RANKS = ("zero_stage", "mesh", "pipeline")
 # For each launch choice, a test of its values and what to name as allowed.
 _LAUNCH_CHOICES: Mapping[str, tuple[Callable[[Any], bool], str | Iterable[str]]] = {
     "zero_stage": (lambda value: type(value) is int and 0 <= value <= 3, "0, 1, 2, 3"),
@@ -103,7 +105,12 @@ class Launch:
     @property
     def on_one_rank(self) -> Launch:
         """Return the choices without those that only an engine of several ranks has."""
-        return replace(self, zero_stage=None, mesh=None, pipeline=None)
+        return replace(self, **dict.fromkeys(_OF_RANKS))
+
+    @property
+    def of_ranks(self) -> dict[str, Any]:
+        """Return the choices that only an engine of several ranks has, by name; empty for a plan of one process."""
+        return {name: value for name, value in self.to_json().items() if name in _OF_RANKS}
 
     def to_json(self) -> dict[str, Any]:
         """Return the choices that were made, as a JSON object."""

@@ -9,7 +9,13 @@ import pytest
 from rank_laws import assert_equals_torch, assert_storage_is_exact, assert_troubles_are_shared, run_ranks
 from ranks import run_on_ranks
 
+from autotune import RankOptions
+from autotune.campaign.comparison_campaign import warn_of_layout
+from autotune.cli import console
 from autotune.cli.main import run
+from autotune.cli.tune import show
+from autotune.plan import Launch, Plan
+from autotune.records.requests import Ranks, TuneRequest
 
 TESTS = Path(__file__).parent
 
@@ -108,6 +114,23 @@ def test_wrong_options_are_rejected_in_one_line(
     assert not any(tmp_path.iterdir())
 
 
+def test_plan_that_is_compared_on_other_ranks_than_it_was_measured_on_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = tmp_path / "found.json"
+    Plan(launch=Launch(pipeline="pipe=2")).save(plan)
+    warn_of_layout(str(plan), Launch(pipeline="pipe=2"))
+    assert not caplog.messages
+    warn_of_layout(str(plan), Launch())
+    warn_of_layout(str(plan), Launch(mesh="shard=2"))
+    alone, sharded = caplog.messages
+    assert "measured with pipeline pipe=2, and is compared here in one process" in alone
+    assert "is compared here with mesh shard=2" in sharded
+    Plan(accumulation_steps=2).save(plan)
+    warn_of_layout(str(plan), Launch(mesh="shard=2"))
+    assert len(caplog.messages) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_pipeline_is_tuned_and_its_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,6 +139,13 @@ def test_a_pipeline_is_tuned_and_its_plan_says_so(tmp_path: Path, capsys: pytest
     document = json.loads(capsys.readouterr().out)
     assert document["plan"]["launch"]["pipeline"] == "pipe=2"
     assert document["measured"]["parts"]["synchronisation_s"] > 0
+    # The suggested comparisons train on the same ranks.
+    compares = "--engine pipeline --ranks 2"
+    request = TuneRequest(job="JOB", method="random", ranks=Ranks.of(RankOptions(engine="pipeline")))
+    show(document, request, console.console(as_json=False), as_json=False)
+    page = Path(document["run"], "report.html").read_text()
+    for text in (capsys.readouterr().out, page):
+        assert compares in next(line for line in text.splitlines() if "autotune compare" in line)
 
 
 @pytest.mark.slow

@@ -378,7 +378,10 @@ def test_command_that_repeats_a_run_has_all_its_options(tuned: Path) -> None:
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, asked=asked))
     (command,) = (line for line in page_for(run).text.splitlines() if "autotune tune" in line)
     assert "--weights 1,0,0.5 --watts 60.0" in command
-    assert "--engine deepspeed --ranks 4 --zero-stage 2 --ds-config FILE" in command
+    flags = "--engine deepspeed --ranks 4 --zero-stage 2 --ds-config FILE"
+    assert flags in command
+    (command,) = (line for line in page_for(run).text.splitlines() if "autotune compare" in line)
+    assert flags in command
 
 
 @pytest.mark.slow

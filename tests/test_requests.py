@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from autotune import ClusterOptions, InputError, RankOptions, RunDirectoryError,
 from autotune.campaign.arms import arm_names
 from autotune.campaign.setup import prepare
 from autotune.campaign.trusted_inputs import TrustedInputs
+from autotune.cli.console import ranks
 from autotune.cli.main import run
 from autotune.io.documents import validated
 from autotune.io.progress import Silent
+from autotune.plan import Launch
 from autotune.records.requests import CompareOptions, Ranks, TuneRequest, digest_of, recorded_address
 
 OPTIONS: dict[str, Any] = {
@@ -48,6 +50,29 @@ COMPARE = CompareOptions(seeds=4, dips="5:70%", carbon_intensity="300", **OPTION
 def test_request_round_trips_through_its_document(request_: Any) -> None:
     written = json.loads(json.dumps(asdict(request_)))
     assert validated(type(request_), written, where="config.json") == request_
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        RankOptions(count=3, zero_stage=2),
+        RankOptions(engine="fsdp2", count=4, mesh="dp=2,shard=2"),
+        RankOptions(engine="pipeline", count=2, mesh="pipe=2,schedule=gpipe,units=3/5"),
+        RankOptions(engine="pipeline"),
+    ],
+    ids=str,
+)
+def test_options_of_recorded_ranks_make_the_same_ranks(options: RankOptions) -> None:
+    recorded = Ranks.of(options)
+    assert recorded is not None
+    given = dict(zip(recorded.flags[::2], recorded.flags[1::2], strict=True))
+    again = ranks(given["--engine"], int(given["--ranks"]), given.get("--zero-stage", "0"), None, given.get("--mesh"))
+    assert again == options
+    # Ranks that were to try each layout have the one that the plan was measured in.
+    launch = options.launched(Launch())
+    assert replace(recorded, zero_stage=0, mesh=None).of_layout(launch) == replace(
+        recorded, mesh=launch.mesh or launch.pipeline
+    )
 
 
 def test_passwords_and_configurations_are_not_recorded() -> None:

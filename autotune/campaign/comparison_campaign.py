@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,12 +29,14 @@ from autotune.io.documents import Count
 from autotune.io.progress import Numbered
 from autotune.launching import launched, split, suffix
 from autotune.mechanics.devices import device_name
-from autotune.plan import Launch
+from autotune.plan import Launch, Plan
 from autotune.records.protocol import Arm, Protocol
 from autotune.records.requests import CompareRequest
 from autotune.records.run_directory import RunDirectory, require_writable
 from autotune.records.tracking import Tracker
 from autotune.report.png_figures import draw_comparison
+
+logger = logging.getLogger(__name__)
 
 _FIGURE = "comparison.png"
 
@@ -92,6 +95,30 @@ def _require_fitting(campaign: Campaign, names: Sequence[str], engine: Engine) -
     for name in (split(name, where="--arms")[0] for name in names):
         if not is_searched(name) and not is_live(name):
             named_arm(name, campaign.job, engine.space)
+        if name.endswith(".json"):
+            warn_of_layout(name, campaign.launch)
+
+
+def warn_of_layout(path: str, here: Launch) -> None:
+    """Warn of a plan that was measured on other ranks than those of a comparison.
+
+    Args:
+        path: the plan's file.
+        here: the launch choices of the comparison.
+    """
+    found = Plan.load(path).launch.of_ranks
+    if found and found != here.of_ranks:
+        logger.warning(
+            "%s was measured with %s, and is compared here %s, where other plans may be better: options --engine, "
+            "--ranks and --mesh or --zero-stage compare it as it was measured",
+            path,
+            _words(found),
+            f"with {_words(here.of_ranks)}" if here.of_ranks else "in one process",
+        )
+
+
+def _words(choices: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in choices.items())
 
 
 def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str]]) -> None:

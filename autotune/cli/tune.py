@@ -158,9 +158,9 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
         table.add_column(name)
     baseline = format_bytes(measured["baseline_peak_bytes"])
     table.add_row("baseline", "fp32, k=1", _ms(measured["baseline_seconds_per_step"]), baseline)
-    plan = str(Plan.from_json(document["plan"]))
+    plan = Plan.from_json(document["plan"])
     peak = "unknown" if measured["peak_bytes"] is None else format_bytes(measured["peak_bytes"])
-    table.add_row("tuned", plan, _ms(measured["seconds_per_step"]), peak)
+    table.add_row("tuned", str(plan), _ms(measured["seconds_per_step"]), peak)
     output.print(table)
     named = tuned_parts(document)
     times = terminal_table(named)
@@ -175,7 +175,8 @@ def show(document: dict[str, Any], request: TuneRequest, output: Console, *, as_
     share = f"{found / measured['baseline_peak_bytes']:.0%}" if known else "an unknown share"
     for line in [*time_lines(named), *knob_lines(document.get("launch_choices"))]:
         output.print(line, soft_wrap=True)
-    compare = shlex.join(["autotune", "compare", job, "--arms", f"baseline,{document['run']}/plan.json"])
+    ranks = [] if request.ranks is None else request.ranks.of_layout(plan.launch).flags
+    compare = shlex.join(["autotune", "compare", job, "--arms", f"baseline,{document['run']}/plan.json", *ranks])
     output.print(
         f"{busy_words(measured)}{cost_words(measured['cost'], weights)}, with {share} of its memory{energy}; found in "
         f"{document['tuning_s']:.0f} s and {document['tuning_steps']} real steps. Compare it on fresh seeds before you "

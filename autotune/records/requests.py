@@ -8,17 +8,18 @@ the document. It contains no secret and decides nothing outside the run director
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from annotated_types import Interval, Len
 
 from autotune.engines.ray_cluster import ClusterOptions
-from autotune.engines.registry import RankOptions
+from autotune.engines.registry import ENGINES, RankOptions
 from autotune.io.addresses import without_secrets
 from autotune.io.documents import Count, NotNegative, Positive, Seed, document
 from autotune.io.files import json_sha256
 from autotune.job import Job
+from autotune.plan import Launch
 from autotune.records.protocol import paired_seeds
 
 Text = Annotated[str, Len(0, 10_000)]
@@ -57,6 +58,20 @@ class Ranks:
             mesh=options.mesh,
             engine=options.engine,
         )
+
+    def of_layout(self, launch: Launch) -> Ranks:
+        """Return the ranks in the layout that a plan was measured in."""
+        stage = self.zero_stage if launch.zero_stage is None else launch.zero_stage
+        return replace(self, zero_stage=stage, mesh=launch.mesh or launch.pipeline or self.mesh)
+
+    @property
+    def flags(self) -> list[str]:
+        """Return the options of a command that trains on the same ranks; ``FILE`` stands for the configuration."""
+        options = ENGINES[self.engine].options
+        flags = ["--engine", self.engine, "--ranks", str(self.count)]
+        flags += ["--zero-stage", str(self.zero_stage)] if "zero_stage" in options else []
+        flags += [] if self.mesh is None else ["--mesh", self.mesh]
+        return flags + ([] if self.config is None else ["--ds-config", "FILE"])
 
 
 @document

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autotune.budget import format_bytes
-from autotune.engines.registry import ENGINES
 from autotune.plan import Plan
 from autotune.records.requests import CompareRequest
 from autotune.report.campaign_run import CampaignRun
@@ -118,7 +117,9 @@ def _commands(run: CampaignRun) -> list[str]:
     if run.plan is not None:
         commands += [f"autotune explain {folder}", f"autotune export {folder}/plan.json --job {job} --to deepspeed"]
     if not run.compared:
-        commands.append(f"autotune compare {job} --arms baseline,{folder}/plan.json")
+        ranks = run.config.asked.ranks
+        parts = ["autotune", "compare", run.config.asked.job or "JOB", "--arms", f"baseline,{run.folder}/plan.json"]
+        commands.append(shlex.join(parts + ([] if ranks is None else ranks.flags)))
     return commands
 
 
@@ -150,11 +151,7 @@ def _command_of(run: CampaignRun) -> str:
     switches = {"--full": not asked.lean, **{f"--{key}": getattr(asked, key, False) for key in ("knobs", "tolerant")}}
     parts += [switch for switch, given in switches.items() if given]
     if asked.ranks is not None:
-        ranks = asked.ranks
-        parts += ["--engine", ranks.engine, "--ranks", str(ranks.count)]
-        parts += ["--zero-stage", str(ranks.zero_stage)] if "zero_stage" in ENGINES[ranks.engine].options else []
-        parts += [] if ranks.mesh is None else ["--mesh", ranks.mesh]
-        parts += [] if ranks.config is None else ["--ds-config", "FILE"]
+        parts += asked.ranks.flags
     elif asked.cluster is not None:
         parts += ["--cluster", asked.cluster.address, "--worker-cores", str(asked.cluster.cores)]
     elif asked.isolate:
