@@ -134,6 +134,21 @@ def overhead(
 
 
 @_bench
+def pipelines(
+    run: _Run,
+    job: Annotated[str, typer.Option("--job", help="The job to train.")] = "charlm",
+    ranks: Annotated[int, typer.Option("--ranks", min=2, max=256, help="Number of ranks on this machine.")] = 2,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, max=1000, help="Turns of each layout at each k.")] = 6,
+    seed: SeedOption = 0,
+) -> _Measured:
+    """Compare predicted steps and bubbles of pipelines with real ones, and the chosen layout with all others."""
+    from autotune.bench.bench_pipelines import bench_pipelines, lines
+
+    document = bench_pipelines(job, ranks=ranks, rounds=rounds, seed=seed, reporter=run.bars)
+    return _Measured(f"pipelines-{document['job']}-{ranks}", document, lines(document))
+
+
+@_bench
 def solver(
     run: _Run,
     instances: Annotated[

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.cost_model.memory_model import choices
-from autotune.cost_model.profile import Profile, StepTable
+from autotune.cost_model.profile import Profile
 from autotune.errors import InputError
 from autotune.pipeline import SCHEDULES, Pipeline, PipelineStep, balanced, predict
-from autotune.plan import Plan
 
 # Seconds from the end of a pass to where its result is on the next rank of the same machine.
 _SEND_S = 5e-4
@@ -61,14 +60,32 @@ def _seconds(one: ChosenPipeline) -> float:
     return one.step.seconds
 
 
+def predicted_step(profile: Profile, pipeline: Pipeline, k: int) -> PipelineStep:
+    """Return the predicted course of a step in k micro-batches, in which all is saved, without the update.
+
+    Args:
+        profile: the profile of the job on one device.
+        pipeline: a layout with the units of each stage.
+        k: the number of micro-batches, one of the profile's.
+
+    Raises:
+        ValueError: if k micro-batches cannot be interleaved.
+    """
+    return _step(_passes(profile, k), pipeline, k)
+
+
 def _at(profile: Profile, ranks: int, schedule: str, stages: int, k: int) -> ChosenPipeline:
-    plan = profile.space.baseline().changed(accumulation_steps=k)
-    passes = _passes(profile, profile.table_for(plan), plan)
+    passes = _passes(profile, k)
     pipeline = Pipeline(
         ranks=ranks,
         schedule=schedule,
         units=balanced([sum(one) for one in passes.units], stages, first=sum(passes.before), last=sum(passes.after)),
     )
+    return ChosenPipeline(pipeline, k, _step(passes, pipeline, k))
+
+
+def _step(passes: _Passes, pipeline: Pipeline, k: int) -> PipelineStep:
+    stages = len(pipeline.units)
     forward, backward = [0.0] * stages, [0.0] * stages
     rest = iter(passes.units)
     for stage, count in enumerate(pipeline.units):
@@ -81,7 +98,7 @@ def _at(profile: Profile, ranks: int, schedule: str, stages: int, k: int) -> Cho
     backward[0] += passes.before[1]
     forward[-1] += passes.after[0]
     backward[-1] += passes.after[1]
-    return ChosenPipeline(pipeline, k, predict(pipeline, k, forward, backward, _SEND_S))
+    return predict(pipeline, k, forward, backward, _SEND_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +110,10 @@ class _Passes:
     after: tuple[float, float]
 
 
-def _passes(profile: Profile, table: StepTable, plan: Plan) -> _Passes:
+def _passes(profile: Profile, k: int) -> _Passes:
     """Return the seconds of each part; code between two units counts to the former."""
-    k, scale = table.accumulation_steps, profile.calibration.scale
+    plan = profile.space.baseline().changed(accumulation_steps=k)
+    table, scale = profile.table_for(plan), profile.calibration.scale
     parts: list[tuple[float, float]] = [(0.0, 0.0)]
     after = (0.0, 0.0)
     for segment, choice in zip(table.segments, choices(table.segments, plan), strict=True):
