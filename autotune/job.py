@@ -7,7 +7,7 @@ job's name (``charlm``, ``pkg.module:attr`` or ``path/to/file.py:attr``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -113,6 +113,9 @@ class Job:
             keeps its last rates after its end. It needs fixed batching, under which the number of updates is known.
         clip_norm: the largest 2-norm of a gradient; ``None`` never clips.
         units: names of the modules that are units; ``None`` finds them automatically.
+        tensor_parallel: how layers may be divided between ranks, by pattern of their names, such as ``{"blocks.*.up":
+            "colwise", "blocks.*.down": "rowwise"}``; ``None`` for the model's own ``tp_plan``, if it has one. Meshes
+            with ``tp`` need it.
         storages: names of the storages that plans may choose beside ``save`` and ``recompute``; ``None`` for none.
             Some, such as ``compress8``, give approximate gradients.
         max_steps: steps (of one batch each) after which a run ends even if it has not reached the target.
@@ -141,6 +144,7 @@ class Job:
     scheduler: SchedulerBuilder | None = None
     clip_norm: float | None = 1.0
     units: Sequence[str] | None = None
+    tensor_parallel: Mapping[str, str] | None = None
     storages: Sequence[str] | None = None
     max_steps: int = 400
     evaluate_every: int = 5
@@ -174,6 +178,9 @@ class Job:
         self._require(alone, "scheduler", "None with a schedule, or with adaptive batching")
         named = self.units is None or (not isinstance(self.units, str) and _are_texts(self.units))
         self._require(named, "units", "a list of module names, or None")
+        divides = self.tensor_parallel
+        texts = isinstance(divides, Mapping) and _are_texts([*divides, *divides.values()])
+        self._require(divides is None or texts, "tensor_parallel", "styles by name of layers, or None")
         allowed = f"a list of some of {', '.join(Storage)}; or None"
         known = self.storages is None or (_are_texts(self.storages) and set(self.storages) <= set(Storage))
         self._require(known and not isinstance(self.storages, str), "storages", allowed)

@@ -1,4 +1,4 @@
-"""The layout of ranks that train one model: replicas, and shards of each replica."""
+"""The layout of ranks that train one model: replicas, shards of each replica, and parts of layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from autotune.errors import InputError
 
-MESH_FORM = "dp=2,shard=4 and the like: replicas, and shards of each; their product is the number of ranks"
+MESH_FORM = (
+    "dp=2,shard=4 and the like: replicas, shards of each, and with tp=2 the ranks that share each layer; their product "
+    "is the number of ranks"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,11 +18,13 @@ class Mesh:
 
     Attributes:
         dp: number of replicas, between which gradients are averaged.
-        shard: number of ranks between which each replica's weights, gradients and optimizer state are divided.
+        shard: number of parts into which each replica's weights, gradients and optimizer state are divided.
+        tp: number of ranks that compute the same samples, each with a part of the layers (tensor parallelism).
     """
 
     dp: int = 1
     shard: int = 1
+    tp: int = 1
 
     @classmethod
     def parse(cls, text: str, *, where: str = "--mesh") -> Mesh:
@@ -35,7 +40,7 @@ class Mesh:
         sizes: dict[str, int] = {}
         for part in text.split(","):
             name, _, value = (word.strip() for word in part.partition("="))
-            known = name in ("dp", "shard") and name not in sizes
+            known = name in ("dp", "shard", "tp") and name not in sizes
             if not (known and value.isascii() and value.isdigit() and int(value) >= 1):
                 raise InputError(f"mesh is {text!r:.80}", where=where, allowed=MESH_FORM)
             sizes[name] = int(value)
@@ -44,16 +49,32 @@ class Mesh:
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""
+        return self.shares * self.tp
+
+    @property
+    def shares(self) -> int:
+        """Return the number of shares into which samples are divided between ranks."""
         return self.dp * self.shard
 
     @classmethod
-    def all_of(cls, ranks: int) -> list[Mesh]:
-        """Return every mesh of a number of ranks, from replicas alone to shards alone."""
-        return [cls(dp=ranks // shard, shard=shard) for shard in range(1, ranks + 1) if ranks % shard == 0]
+    def all_of(cls, ranks: int, *, tp: bool = False) -> list[Mesh]:
+        """Return every mesh of a number of ranks, from replicas alone to shards alone.
+
+        Args:
+            ranks: number of ranks.
+            tp: whether some ranks may share layers, too.
+        """
+        parts = [one for one in range(1, ranks + 1) if ranks % one == 0]
+        return [
+            cls(dp=ranks // (shard * layers), shard=shard, tp=layers)
+            for layers in (parts if tp else [1])
+            for shard in parts
+            if ranks % (shard * layers) == 0
+        ]
 
     def __str__(self) -> str:
         """Return the mesh as :meth:`parse` reads it."""
-        sizes = {"dp": self.dp, "shard": self.shard}
+        sizes = {"dp": self.dp, "shard": self.shard, "tp": self.tp}
         return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "shard=1"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from small_models import TinyGPT
+from small_models import SharedGPT, TinyGPT
 from torch import nn
 
 from autotune import EngineOptions, Job, TorchEngine
@@ -70,6 +70,12 @@ def make(dropout: float = 0.0, **changes: Any) -> Job:
     return Job(**{**settings, **changes})
 
 
+def job_of(layout: str, dropout: float = 0.0, **changes: Any) -> Job:
+    """Return the job of a layout: one whose layers can be divided if ranks share them."""
+    divided = {"name": "tiny-divided", "model": lambda: SharedGPT(dropout=dropout)} if "tp=" in layout else {}
+    return make(dropout, **{**divided, **changes})
+
+
 def engine_of(layout: str, job: Job, **settings: Any) -> RankEngine:
     """Return the engine of a layout: a ZeRO stage, stages of a pipeline, or a mesh."""
     if layout.isdigit():
@@ -98,7 +104,7 @@ def on_one_rank(plan: Plan) -> Plan:
 def mixed_precision(layout: str, steps: int) -> dict[str, Any]:
     """Train with random units in bf16 and fp32, and train the same with plain torch."""
     options = EngineOptions(meter_memory=False, statistics_every=None)
-    ours, plain = engine_of(layout, make(), options=options), TorchEngine(make(), options=options)
+    ours, plain = engine_of(layout, job_of(layout), options=options), TorchEngine(job_of(layout), options=options)
     if Precision.BF16 not in ours.space.precisions:
         return {"skipped": ours.locks}
     draw, apart, kinds = random.Random(3), [], set()
@@ -115,7 +121,7 @@ def mixed_precision(layout: str, steps: int) -> dict[str, Any]:
 def reduced_in_16_bit(layout: str, steps: int) -> dict[str, Any]:
     """Train with gradients that ranks add up in bf16, and train the same with their own format."""
     options = EngineOptions(meter_memory=False, statistics_every=None)
-    jobs = [launched(make(clip_norm=None), split(f"job{choice}", where="test")[1]) for choice in ("", "+reduce=bf16")]
+    jobs = [launched(job_of(layout, clip_norm=None), split(f"job{choice}", where="test")[1]) for choice in ("", "+reduce=bf16")]
     engines = [engine_of(layout, job, options=options) for job in jobs]
     draw, losses = random.Random(5), []
     for _ in range(steps):
@@ -124,7 +130,7 @@ def reduced_in_16_bit(layout: str, steps: int) -> dict[str, Any]:
             engine.apply(plan)
         losses.append([engine.run(1).loss for engine in engines])
     weights = [whole(engine) for engine in engines]
-    begun = [one.detach() for one in TorchEngine(make()).model.parameters()]
+    begun = [one.detach() for one in TorchEngine(job_of(layout)).model.parameters()]
     return {
         "apart": farthest(*weights) / farthest(weights[0], begun),
         "losses_apart": max(abs(one - other) for one, other in losses),
@@ -183,12 +189,12 @@ def equals_torch_on_all_meshes(layout: str, steps: int) -> dict[str, Any]:
 def equals_torch(layout: str, steps: int, *, moving: bool = False, **changes: Any) -> dict[str, Any]:
     """Train under a random plan at every step, and train the same with plain torch in this process."""
     options = EngineOptions(meter_memory=False, statistics_every=7)
-    ours = engine_of(layout, make(**changes), options=options)
-    plain = TorchEngine(make(**changes), options=options)
+    ours = engine_of(layout, job_of(layout, **changes), options=options)
+    plain = TorchEngine(job_of(layout, **changes), options=options)
     draw, windows, switches, meshes = random.Random(5), [], 0, set()
     for step in range(steps):
         if moving and step % 8 == 7:
-            mesh = draw.choice(Mesh.all_of(ours.world))
+            mesh = draw.choice(Mesh.all_of(ours.world, tp="tp=" in layout))
             ours = moved(ours, mesh, options)
             meshes.add(str(mesh))
         plan = at_random(ours.space, draw)
@@ -215,6 +221,7 @@ def equals_torch(layout: str, steps: int, *, moving: bool = False, **changes: An
         "samples": ours.progress.samples,
         "micro_batches": sum(plan_window.steps for plan_window, _ in windows),
         "noise_scale": last.noise_scale,
+        "noise_scale_torch": plain.monitor.state.latest.noise_scale,  # type: ignore[union-attr]
         "per_unit": {name: unit.rms for name, unit in last.per_unit.items()},
         "per_unit_torch": {name: unit.rms for name, unit in plain.monitor.state.latest.per_unit.items()},  # type: ignore[union-attr]
         "metric_apart": abs(ours.evaluate() - plain.evaluate()),
@@ -233,7 +240,7 @@ def storage_is_exact(layout: str, steps: int) -> dict[str, Any]:
     """Train twice with dropout: unchanged, and with random units recomputed."""
     digests, recomputed = [], 0
     for switching in (False, True):
-        engine = engine_of(layout, make(dropout=0.1), options=EngineOptions(meter_memory=False))
+        engine = engine_of(layout, job_of(layout, dropout=0.1), options=EngineOptions(meter_memory=False))
         draw = random.Random(2)
         for _ in range(steps):
             if switching:
@@ -256,7 +263,7 @@ def troubles(layout: str, steps: int) -> dict[str, Any]:
         found = loss(model, batch)
         return found * float("nan") if bad["rank"] == dist.get_rank() else found
 
-    engine = engine_of(layout, make(loss=troubled))
+    engine = engine_of(layout, job_of(layout, loss=troubled))
     engine.apply(engine.space.plan(accumulation_steps=2, precision=engine.space.precisions[0]))
     engine.run(steps)
     before = digest(whole(engine))

@@ -41,6 +41,40 @@ class TinyGPT(nn.Module):
         return self.head(x)
 
 
+class SharedBlock(nn.Module):
+    """A transformer block whose heads and features can be divided between ranks; each head has four features."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        heads = (layer(normed).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        found = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(found))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm_2(x)))))
+
+
+class SharedGPT(TinyGPT):
+    """A next-token model whose layers can be divided between ranks, which its ``tp_plan`` says."""
+
+    tp_plan = {
+        "embedding": "embedding_rowwise",
+        **dict.fromkeys(["blocks.*.query", "blocks.*.key", "blocks.*.value", "blocks.*.up"], "colwise"),
+        **dict.fromkeys(["blocks.*.out", "blocks.*.down"], "rowwise"),
+        "head": "colwise_gather_output",
+    }
+
+    def __init__(self, *, tokens: int = 12, width: int = 16, blocks: int = 4, dropout: float = 0.1) -> None:
+        super().__init__(tokens=tokens, width=width, blocks=0)
+        self.blocks.extend(SharedBlock(width, dropout) for _ in range(blocks))
+
+
 class ConvolutionBlock(nn.Module):
     """A convolution with BatchNorm on a residual path."""
 

@@ -27,6 +27,7 @@ from autotune.mechanics.agreed_use import contained_units, require_separate_samp
 from autotune.mechanics.fully_sharded import (
     FullyShardedProbe,
     FullyShardedUpdate,
+    devices_of,
     gather_rest,
     keep_gathered,
     require_spreadable,
@@ -37,11 +38,14 @@ from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.rank_calls import RankCalls
 from autotune.mechanics.shared_norm import share_statistics
 from autotune.mechanics.spread_state import RunState, read_state, save_state
+from autotune.mechanics.tensor_parallel import divide, plan_of, same_step
 from autotune.mesh import MESH_FORM, Mesh
-from autotune.plan import Plan
+from autotune.plan import Plan, Storage
 
 # What torch raises for a view of a tensor whose memory was released.
 _RELEASED = "setStorage"
+# Storages that do not look into the operations of a unit.
+_WHOLE_STORAGES = (Storage.SAVE, Storage.GATHERED, Storage.GATHERED_RECOMPUTE, Storage.RECOMPUTE)
 
 
 class Fsdp2Engine(RankEngine):
@@ -53,7 +57,8 @@ class Fsdp2Engine(RankEngine):
 
     Args:
         job: the job; its batches are the global ones.
-        mesh: replicas and shards, such as ``dp=2,shard=2``; ``None`` shards over all ranks.
+        mesh: replicas, shards and ranks that share layers, such as ``dp=2,shard=2`` or ``shard=2,tp=2``; ``None``
+            shards over all ranks.
         seed: random seed for weights, batches and training.
         device: ``cpu``, or an accelerator's type; each rank takes the device with its local rank. ``None`` for the
             accelerator of this machine, if any.
@@ -96,6 +101,16 @@ class Fsdp2Engine(RankEngine):
         """Return the mesh."""
         return {"mesh": str(self.mesh)}
 
+    @property
+    def divides_by(self) -> int:
+        """Return the number of parts into which ranks divide a batch; those that share layers compute the same."""
+        return (self._asked or Mesh(shard=self.world)).shares
+
+    @property
+    def share(self) -> int:
+        """Return the number of the part of each batch that this rank computes."""
+        return self.rank * self.divides_by // self.world
+
     def arranged(self) -> None:
         """Spread the model over the ranks."""
         self.mesh = self._asked or Mesh(shard=self.world)
@@ -109,19 +124,34 @@ class Fsdp2Engine(RankEngine):
         if self.mesh.shard > 1:
             offered = {*self.space.storages, *(one for one in STORAGES if one.keeps_gathered)}
             self.space = replace(self.space, storages=tuple(one for one in STORAGES if one in offered))
+        if self.mesh.tp > 1:
+            self._leave_out_storages()
         self._spread()
+
+    def _leave_out_storages(self) -> None:
+        """Leave out storages that look into the operations of a unit, which are those of torch's divided tensors."""
+        for storage in self.space.storages:
+            if storage not in _WHOLE_STORAGES:
+                self.locks[f"storage {storage}"] = "units have divided layers, into whose operations it cannot look"
+        storages = tuple(one for one in self.space.storages if one in _WHOLE_STORAGES)
+        self.space = replace(self.space, storages=storages)
 
     def _spread(self) -> None:
         """Spread the model over the ranks, if they can train it exactly."""
         if self.world > 1:
             require_separate_samples(self.model, self._pending[0], self._loss, self.job.count)
         piece, names = self._piece(), [unit.name for unit in self.space.units]
-        contained = contained_units(self.model, names, lambda: self._loss(piece), self._seed + self.rank)
+        contained = contained_units(self.model, names, lambda: self._loss(piece), self._seed + self.share)
         require_spreadable(self.model, contained)
         # Units whose outputs are written to in place gather no weights of their own.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         half = knobs.reduces_in_16_bit(self.job.launch.knobs)
-        spread(self.model, contained, self.mesh, self.device.type, reduces_in_16_bit=half)
+        devices, layers = devices_of(self.mesh, self.device.type)
+        if layers is not None:
+            plan = plan_of(self.model, self.job.tensor_parallel, self.mesh.tp)
+            with same_step(self.model, functools.partial(self._loss, piece, trains=True), self._seed + self.share):
+                divide(self.model, plan, layers)
+        spread(self.model, contained, self.mesh, self.device.type, reduces_in_16_bit=half, devices=devices)
         if self.world > 1:
             self._calls = RankCalls([*contained, ""], "fsdp2")
             self._watching = self._calls.watch(self.model)
@@ -130,6 +160,7 @@ class Fsdp2Engine(RankEngine):
     def prepared(self, optimizer: torch.optim.Optimizer) -> stepping.Update:
         """Return the update of the job's optimizer over this rank's shards."""
         require_updated_alike([one for one in self.model.parameters() if one.requires_grad], self.job.optimizer)
+        self._update_apart(optimizer)
         return FullyShardedUpdate(
             self.model,
             optimizer,
@@ -138,6 +169,22 @@ class Fsdp2Engine(RankEngine):
             device_type=self.device.type,
             calls=self._calls,
         )
+
+    def _update_apart(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer update one parameter after another, if some are divided and others are not.
+
+        Raises:
+            JobError: if it was asked to update several at once.
+        """
+        if self.mesh.tp == 1:
+            return
+        for group in optimizer.param_groups:
+            asked = [name for name in ("fused", "foreach") if group.get(name)]
+            if asked:
+                problem = f"the optimizer's {asked[0]} updates several parameters at once, of which some are divided"
+                raise JobError(problem, where="engine fsdp2", allowed="an optimizer without it, or a mesh without tp")
+            if "foreach" in group:
+                group["foreach"] = False
 
     def apply(self, plan: Plan) -> None:
         """Make the next steps run under a plan, the same on every rank; see :class:`RankEngine`."""
@@ -235,6 +282,7 @@ class Fsdp2Engine(RankEngine):
         found = read_state(self._state(), folder)
         self.continue_from(Progress(**found.progress))
         found.put_into(self._state())
+        self._update_apart(self.update.optimizer)
         self.seed_rank(self._seed, self.progress.steps)
 
     def _state(self) -> RunState:
@@ -249,10 +297,10 @@ class Fsdp2Engine(RankEngine):
         """Return the probe that observes a sampled step's gradients on all ranks."""
         return FullyShardedProbe(self.model, self.ranked, self._bearing)
 
-    def _loss(self, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch by the job's own function."""
+    def _loss(self, batch: Any, *, trains: bool = False) -> torch.Tensor:
+        """Return the loss of a batch by the job's own function, with its graph if the batch is to train the model."""
         found: torch.Tensor = ask(self.job, "loss", functools.partial(self.job.loss, self.model, batch))
-        return found.detach()
+        return found if trains else found.detach()
 
     def _piece(self) -> Any:
         """Return the first micro-batch that this rank would run at the largest k."""

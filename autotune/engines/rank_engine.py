@@ -88,19 +88,19 @@ class RankEngine(TorchEngine, ABC):
         where = devices.rank_device(device, int(os.environ.get("LOCAL_RANK", "0")))
         self._bearing: list[bool] = []
         super().__init__(job, seed=seed, device=where, options=options)
-        if self.rank:
+        if self.share:
             self.seed_rank(seed)
         self._require_same_everywhere(seed)
 
     def seed_rank(self, seed: int, steps: int = 0) -> None:
-        """Give this rank random generators of its own.
+        """Give this rank the random generators of its share of the samples.
 
         Args:
             seed: the run's random seed.
             steps: the steps of the run so far.
         """
         with randomness.isolated():
-            randomness.seed_all(seed + self.rank * _RANK_STRIDE + steps * _STEP_STRIDE)
+            randomness.seed_all(seed + self.share * _RANK_STRIDE + steps * _STEP_STRIDE)
             self._random = randomness.capture()
 
     @abstractmethod
@@ -119,6 +119,11 @@ class RankEngine(TorchEngine, ABC):
     def divides_by(self) -> int:
         """Return the number of parts into which ranks divide a batch."""
         return self.world
+
+    @property
+    def share(self) -> int:
+        """Return the number of the part of each batch that this rank computes; some may compute the same."""
+        return self.rank
 
     @property
     def ranked(self) -> RankUpdate:
@@ -201,10 +206,10 @@ class RankEngine(TorchEngine, ABC):
         """
         cutting = Cutting.of(self.job)
         if self.job.batching == "fixed":
-            grid = cut_for_ranks(self._pending[0], self.world, len(pieces), cutting)
+            grid = cut_for_ranks(self._pending[0], self.divides_by, len(pieces), cutting)
         else:
-            grid = deal_to_ranks(pieces, self.world, cutting)
-        found, self._bearing = shares_of(grid, self.rank, self.job.count)
+            grid = deal_to_ranks(pieces, self.divides_by, cutting)
+        found, self._bearing = shares_of(grid, self.share, self.job.count)
         return found
 
     def probe(self) -> GradientProbe:

@@ -180,6 +180,11 @@ class TorchEngine(EngineBase):
         self._cut: tuple[Any, int, list[Any]] | None = None
         controls.apply(self.model, self.here(self.plan))
 
+    @property
+    def divides_by(self) -> int:
+        """Return the number of parts into which ranks divide a batch."""
+        return 1
+
     def here(self, plan: Plan) -> Plan:
         """Return the part of a plan that concerns the units in this process; overridden where others have some."""
         return plan
@@ -521,7 +526,7 @@ class TorchEngine(EngineBase):
         if self.job.split == "samples" or self.job.batching == "adaptive":
             return tensor_bytes(tensors(batches))
         # Micro-batches of batches of one size may differ. A trimmed one may be a view of a larger tensor.
-        pieces = self.cut(batches[0], self.plan.accumulation_steps * self.world)
+        pieces = self.cut(batches[0], self.plan.accumulation_steps * self.divides_by)
         return max(sum(leaf.numel() * leaf.element_size() for leaf in tensors(piece)) for piece in pieces)
 
     def cut(self, batch: Any, pieces: int) -> list[Any]:

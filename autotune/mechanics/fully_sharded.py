@@ -1,8 +1,8 @@
 """Shard a model over ranks with torch's ``fully_shard`` (FSDP2), unit by unit, and update the shards.
 
-A mesh has up to two dimensions: replicas, between which gradients are averaged, and shards, between which weights,
-gradients and optimizer state are divided. One dimension of replicas is data parallelism (DDP), one of shards is full
-sharding, and both are hybrid sharding (HSDP).
+A mesh has up to three dimensions: replicas, between which gradients are averaged; shards, between which weights,
+gradients and optimizer state are divided; and ranks that share layers (:mod:`autotune.mechanics.tensor_parallel`). One
+dimension of replicas is data parallelism (DDP), one of shards is full sharding, and both are hybrid sharding (HSDP).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from autotune.mesh import Mesh
 
 # A tensor of which this rank has a part, in a snapshot.
 _PART = "part_of_rank"
+# Name of the dimension of ranks that share layers.
+_LAYERS = "tp"
 # Characters of an optimizer's exception that are shown.
 _QUOTED = 200
 # Largest difference of two updates that differ only by rounding, as a share of the update.
@@ -61,7 +63,7 @@ class FullyShardedUpdate(RankUpdate):
     ) -> None:
         super().__init__(optimizer, clip_norm=clip_norm, device_type=device_type, order=model.parameters())
         self.model = model
-        self.copies = mesh.dp
+        self.copies, self.sharing = mesh.dp, mesh.tp
         self._mesh = mesh
         self._calls = calls
         self._left = 0
@@ -101,6 +103,10 @@ class FullyShardedUpdate(RankUpdate):
         """Return this rank's part of the reduced gradient, with the parameters' indices; empty parts are left out."""
         found = [(index, _local(p.grad)) for index, p in enumerate(self.parameters) if p.grad is not None]
         return [(index, gradient) for index, gradient in found if gradient.numel()]
+
+    def repeats(self) -> list[int]:
+        """Return for each parameter how many of the ranks that share layers have this rank's part of its gradient."""
+        return [1 if _is_divided(one) else self.sharing for one in self.parameters]
 
     def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return this rank's weights and buffers by name."""
@@ -156,17 +162,28 @@ class FullyShardedProbe(RankProbe):
                 self._handles.append(module.register_forward_pre_hook(self._watch(name)))
         return self
 
+    def _note(self, index: int) -> Any:
+        note = super()._note(index)
+        # Of a divided layer, each rank notes its own part.
+        return lambda gradient: note(_local(gradient))
+
     def _watch(self, prefix: str) -> Callable[..., None]:
         def gathered(module: nn.Module, _args: object) -> None:
             for key, parameter in module.named_parameters(prefix=prefix):
-                if key in self._unnoted and not isinstance(parameter, DTensor):
+                if key in self._unnoted and _is_gathered(parameter):
                     self._handles.append(parameter.register_hook(self._note(self._unnoted.pop(key))))
 
         return gathered
 
 
 def spread(
-    model: nn.Module, names: Iterable[str], mesh: Mesh, device_type: str, *, reduces_in_16_bit: bool = False
+    model: nn.Module,
+    names: Iterable[str],
+    mesh: Mesh,
+    device_type: str,
+    *,
+    reduces_in_16_bit: bool = False,
+    devices: DeviceMesh | None = None,
 ) -> None:
     """Spread a model over ranks in place: each named module with its weights, then all other weights together.
 
@@ -176,8 +193,9 @@ def spread(
         mesh: the layout of the ranks.
         device_type: the device's type.
         reduces_in_16_bit: whether gradients are added up in bf16.
+        devices: the first result of :func:`devices_of`; ``None`` if no ranks share layers.
     """
-    where = _devices(mesh, device_type)
+    where = devices or devices_of(mesh, device_type)[0]
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if reduces_in_16_bit else None)
     act: Any = replicate if mesh.shard == 1 and mesh.dp > 1 else fully_shard
     for module in [*(model.get_submodule(name) for name in names), model]:
@@ -302,11 +320,35 @@ def _alike(before: Sequence[torch.Tensor], wholes: Sequence[nn.Parameter], parts
     return True
 
 
-def _devices(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """Return the mesh of devices, for which all ranks must call this."""
-    sizes = {"dp": mesh.dp, "shard": mesh.shard}
-    names = tuple(name for name, size in sizes.items() if size > 1) or ("shard",)
-    return init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+def devices_of(mesh: Mesh, device_type: str) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the devices between which samples are divided, and those that share layers; all ranks must call this.
+
+    Args:
+        mesh: the layout of the ranks.
+        device_type: the device's type.
+    """
+    sizes = {"dp": mesh.dp, "shard": mesh.shard, _LAYERS: mesh.tp}
+    names = tuple(name for name in ("dp", "shard") if sizes[name] > 1) or ("shard",)
+    every = (*names, *([_LAYERS] if mesh.tp > 1 else []))
+    found = init_device_mesh(device_type, tuple(sizes[name] for name in every), mesh_dim_names=every)
+    if every == names:
+        return found, None
+    # Norms are then summed in one collective, not along one dimension after another.
+    found._flatten("_".join(every))
+    return found[names], found[_LAYERS]
+
+
+def _is_divided(parameter: nn.Parameter) -> bool:
+    """Return whether ranks that share layers have different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    placements = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False))
+    return isinstance(placements.get(_LAYERS), Shard)
+
+
+def _is_gathered(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is whole, or this rank's part of a divided layer, and not a shard of it."""
+    return not isinstance(parameter, DTensor) or parameter.device_mesh.mesh_dim_names == (_LAYERS,)
 
 
 def keep_gathered(model: nn.Module, names: Mapping[str, bool]) -> None:
@@ -334,8 +376,12 @@ def _parts_of(entry: Any) -> Any:
     def part(leaf: torch.Tensor) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        sharded = [one.dim if isinstance(one, Shard) else -1 for one in leaf.placements]
-        return {_PART: _local(leaf), "shape": list(leaf.shape), "stride": list(leaf.stride()), "sharded": sharded}
+        return {
+            _PART: _local(leaf),
+            "shape": list(leaf.shape),
+            "stride": list(leaf.stride()),
+            "sharded": _dimensions(leaf),
+        }
 
     return map_tensors(part, entry)
 
@@ -343,7 +389,9 @@ def _parts_of(entry: Any) -> Any:
 def _whole_of(entry: Any, parameter: Any) -> Any:
     """Return the entry from which :func:`_parts_of` made this one, on the mesh of a parameter."""
     if isinstance(entry, dict) and _PART in entry:
-        placements = [Replicate() if dim < 0 else Shard(dim) for dim in entry["sharded"]]
+        placements = parameter.placements
+        if entry["sharded"] != _dimensions(parameter):
+            placements = [Replicate() if dim < 0 else Shard(dim) for dim in entry["sharded"]]
         shape, stride = torch.Size(entry["shape"]), tuple(entry["stride"])
         return DTensor.from_local(
             entry[_PART], parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
@@ -351,3 +399,8 @@ def _whole_of(entry: Any, parameter: Any) -> Any:
     if isinstance(entry, dict):
         return {key: _whole_of(value, parameter) for key, value in entry.items()}
     return entry
+
+
+def _dimensions(tensor: DTensor) -> list[int]:
+    """Return the dimension that is divided along each dimension of the mesh; -1 for none."""
+    return [one.dim if isinstance(one, Shard) else -1 for one in tensor.placements]

@@ -25,13 +25,19 @@ class RankUpdate(Update, ABC):
 
     Attributes:
         copies: number of ranks that have the same part of the gradient.
+        sharing: number of ranks, one after another, that compute the same samples.
     """
 
     copies: int
+    sharing = 1
 
     @abstractmethod
     def shards(self) -> list[Shard]:
         """Return this rank's part of the reduced gradient: pieces, flat or whole, with their parameters' indices."""
+
+    def repeats(self) -> list[int]:
+        """Return for each parameter how many of the :attr:`sharing` ranks have this rank's part of its gradient."""
+        return [self.sharing] * len(self.parameters)
 
     @abstractmethod
     def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -74,12 +80,16 @@ class RankProbe(GradientProbe):
             squares = torch.stack([norm.float() for norm in torch._foreach_norm(pieces)]).square()
             tiny, present = tiny_counts(pieces)
             whole.index_add_(1, where, torch.stack([squares, tiny, present]))
+        repeats = torch.tensor(self._update.repeats(), dtype=torch.float32, device=device)
+        whole /= repeats
         if copies < world:
             distributed.all_reduce(whole)
             whole /= copies
         zero = torch.zeros((), dtype=torch.float32, device=device)
         own = torch.stack([torch.stack(row) for row in self._rows(range(len(self._parameters)), zero)]).square()
-        micro = [row for row, bears in zip(self.micro_batches(own).tolist(), self._bearing, strict=True) if bears]
+        micro = [
+            row for row, bears in zip(self.micro_batches(own / repeats).tolist(), self._bearing, strict=True) if bears
+        ]
         squares, tiny, present = whole.tolist()
         return ProbedStep(
             parameters=tuple(self._parameters),
@@ -91,11 +101,13 @@ class RankProbe(GradientProbe):
         )
 
     def micro_batches(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the squared norms of all ranks' micro-batches, by parameter, in order of ranks.
+        """Return the squared norms of all micro-batches, by parameter, in order of the ranks that compute them.
 
         Args:
-            own: those of this rank's micro-batches, shape (micro-batches, parameters).
+            own: those of this rank's micro-batches, shape (micro-batches, parameters); of ranks that compute the same
+                samples, they are summed.
         """
         gathered = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
         distributed.all_gather(gathered, own)
-        return torch.cat(gathered)
+        ranks: torch.Tensor = torch.stack(gathered).unflatten(0, (-1, self._update.sharing))
+        return ranks.sum(1).flatten(0, 1)

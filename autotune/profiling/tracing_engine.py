@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import distributed
-
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError
 from autotune.job import Job
@@ -196,7 +194,7 @@ class WatchedRanks(WatchedEngine):
 
     def samples_here(self) -> int:
         """Return the number of samples of each batch on the rank with the most samples."""
-        return -(-self.job.batch_size // distributed.get_world_size())
+        return -(-self.job.batch_size // self.divides_by)
 
     def decided(self, value: Value) -> Value:
         """Return the first rank's value."""
