@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from small_models import Block, TinyGPT
+from small_models import Block, SharedGPT, TinyGPT
 from torch import distributed
 
 from autotune import Job
@@ -65,3 +65,4 @@ transformer = Job(
 )
 skipping = dataclasses.replace(transformer, name="skipping", model=Skipping)
 crammed = dataclasses.replace(transformer, name="crammed", model=crammed_transformer)
+shared = dataclasses.replace(transformer, name="shared", model=lambda: SharedGPT(width=128))

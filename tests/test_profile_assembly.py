@@ -72,6 +72,15 @@ def test_recompute_only_record_gives_upper_bounds_for_saving(
     assert peak_bytes(bounded, space.leanest()) == peak_bytes(complete, space.leanest())
 
 
+def test_no_plan_has_a_k_that_only_one_precision_was_profiled_at(recorded: tuple[StepRecord, PlanSpace]) -> None:
+    record, space = recorded
+    [first, second] = record.steps
+    uniform = [replace(steps, borders="bf16") for steps in (first, second)]
+    found = assemble(replace(record, steps=[first, *uniform]), space)
+    assert found.accumulation_choices == (first.accumulation_steps,)
+    assert [table.accumulation_steps for table in found.uniform_tables["bf16"]] == [first.accumulation_steps]
+
+
 def test_whole_steps_correct_the_times_of_homogeneous_plans(recorded: tuple[StepRecord, PlanSpace]) -> None:
     complete = assemble(*recorded)
     space, predicted = complete.space, functools.partial(seconds_per_step, complete)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import distributed
 
 # Operations by which data parallelism, ZeRO and FSDP2 exchange gradients and weights; some are new in torch 2.13.
@@ -26,6 +27,9 @@ _COLLECTIVES = (
     "all_to_all_single",
     "barrier",
 )
+# Operations by which torch's divided layers exchange activations: they return tensors that are still on their way.
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+_OF_LAYERS = ("all_reduce", "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 # Operations that DeepSpeed's backend looks up once and stores.
 _KEPT = ("all_gather_function", "reduce_scatter_function")
 # Seconds within which gloo's threads release the buffers that they sent.
@@ -66,7 +70,7 @@ class CollectiveClock:
     @contextmanager
     def running(self) -> Iterator[CollectiveClock]:
         """Time the body's collectives."""
-        with wrapped_collectives(self._timed):
+        with wrapped_collectives(self._timed, of_layers=True):
             yield self
 
     def entered(self) -> None:
@@ -98,7 +102,8 @@ class CollectiveClock:
             finally:
                 self.end()
                 self.calls += not self._depth
-            return work if work is None or self._depth else _Awaited(work, self)
+            is_done = work is None or isinstance(work, torch.Tensor)
+            return work if is_done or self._depth else _Awaited(work, self)
 
         return timed
 
@@ -137,7 +142,7 @@ def settled_collectives() -> Iterator[None]:
     if not (distributed.is_available() and distributed.is_initialized()):
         yield
         return
-    with wrapped_collectives(_settled):
+    with wrapped_collectives(_settled, of_layers=True):
         yield
 
 
@@ -146,6 +151,10 @@ def _settled(call: Call) -> Call:
 
     @functools.wraps(call)
     def settled(*arguments: Any, **named: Any) -> Any:
+        if "async_op" not in signature.parameters:
+            found = call(*arguments, **named)
+            time.sleep(_SETTLING_S)
+            return found
         bound = signature.bind(*arguments, **named)
         goes_on = bool(bound.arguments.get("async_op"))
         bound.arguments["async_op"] = True
@@ -159,20 +168,36 @@ def _settled(call: Call) -> Call:
     return settled
 
 
+def _arrived(call: Call) -> Call:
+    """Make a collective return its tensor once it is there."""
+
+    @functools.wraps(call)
+    def arrived(*arguments: Any, **named: Any) -> Any:
+        found = call(*arguments, **named)
+        wait = getattr(found, "wait", None)
+        return found if wait is None else wait()
+
+    return arrived
+
+
 @contextmanager
-def wrapped_collectives(wrap: Callable[[Call], Call]) -> Iterator[None]:
+def wrapped_collectives(wrap: Callable[[Call], Call], *, of_layers: bool = False) -> Iterator[None]:
     """Wrap each collective while the body runs.
 
     Args:
         wrap: function that returns what is called in place of a collective.
+        of_layers: whether to wrap those within divided layers, too, which then wait for their tensors.
     """
     places: list[tuple[Any, str]] = [(distributed, name) for name in _COLLECTIVES if hasattr(distributed, name)]
     backend = getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None)
     places += [(backend, name) for name in _KEPT if getattr(backend, name, None) is not None]
+    layers = sys.modules.get(_FUNCTIONAL) if of_layers else None
+    inner = [(layers, name) for name in _OF_LAYERS if hasattr(layers, name)]
+    places += inner
     former = [getattr(place, name) for place, name in places]
     try:
         for (place, name), call in zip(places, former, strict=True):
-            setattr(place, name, wrap(call))
+            setattr(place, name, wrap(_arrived(call) if (place, name) in inner else call))
         yield
     finally:
         for (place, name), call in zip(places, former, strict=True):

@@ -55,6 +55,7 @@ def assemble(record: StepRecord, space: PlanSpace) -> Profile:
             for borders, tables in regimes.items()
         }
     tables = regimes.pop(None, ())
+    ks = tuple(table.accumulation_steps for table in tables)
     traces = [trace for steps in record.steps for trace in steps.traces]
     called = {name for trace in traces for name in trace.calls}
     precisions = {one: None for trace in traces for one in trace.plan.precision.values() or (Precision.INHERIT,)}
@@ -65,11 +66,16 @@ def assemble(record: StepRecord, space: PlanSpace) -> Profile:
         batching="fixed" if space.k_splits else "adaptive",
         batch_size=record.batch_size,
         units=tuple(unit for unit in space.units if unit.name in called),
-        accumulation_choices=tuple(table.accumulation_steps for table in tables),
+        accumulation_choices=ks,
         precisions=tuple(dict.fromkeys(one for one in (*space.precisions, *precisions) if one in precisions)),
         static_bytes=record.static_bytes,
         tables=tables,
-        uniform_tables={borders: tables for borders, tables in regimes.items() if borders is not None},
+        # A k that could be interpolated in one precision alone is in no plan.
+        uniform_tables={
+            borders: tuple(one for one in found if one.accumulation_steps in ks)
+            for borders, found in regimes.items()
+            if borders is not None
+        },
         calibration=Calibration(),
         noise_frac=0.0,
         switch_s=0.0,
