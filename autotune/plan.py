@@ -69,7 +69,7 @@ class Launch:
 
     Attributes:
         zero_stage: DeepSpeed ZeRO stage, 0 to 3.
-        mesh: replicas and shards of FSDP2, such as ``dp=2,shard=2``.
+        mesh: replicas, shards and ranks that share layers under FSDP2, such as ``dp=2,shard=2`` or ``tp=2``.
         pipeline: ranks and stages of a pipeline, such as ``pipe=2,schedule=gpipe``.
         optimizer: one of :data:`autotune.optimizers.KINDS`.
         learning_rate: learning rate of that optimizer; ``None`` follows a rule of thumb.
@@ -99,7 +99,7 @@ class Launch:
 
     @property
     def layout(self) -> Mesh | None:
-        """Return the replicas and shards of FSDP2; ``None`` if the plan has none."""
+        """Return the mesh of FSDP2; ``None`` if the plan has none."""
         return None if self.mesh is None else Mesh.parse(self.mesh, where="launch.mesh")
 
     @property

@@ -121,7 +121,10 @@ def mixed_precision(layout: str, steps: int) -> dict[str, Any]:
 def reduced_in_16_bit(layout: str, steps: int) -> dict[str, Any]:
     """Train with gradients that ranks add up in bf16, and train the same with their own format."""
     options = EngineOptions(meter_memory=False, statistics_every=None)
-    jobs = [launched(job_of(layout, clip_norm=None), split(f"job{choice}", where="test")[1]) for choice in ("", "+reduce=bf16")]
+    jobs = [
+        launched(job_of(layout, clip_norm=None), split(f"job{choice}", where="test")[1])
+        for choice in ("", "+reduce=bf16")
+    ]
     engines = [engine_of(layout, job, options=options) for job in jobs]
     draw, losses = random.Random(5), []
     for _ in range(steps):

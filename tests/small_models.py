@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -63,7 +65,7 @@ class SharedBlock(nn.Module):
 class SharedGPT(TinyGPT):
     """A next-token model whose layers can be divided between ranks, which its ``tp_plan`` says."""
 
-    tp_plan = {
+    tp_plan: ClassVar = {
         "embedding": "embedding_rowwise",
         **dict.fromkeys(["blocks.*.query", "blocks.*.key", "blocks.*.value", "blocks.*.up"], "colwise"),
         **dict.fromkeys(["blocks.*.out", "blocks.*.down"], "rowwise"),

@@ -149,6 +149,8 @@ def test_16_bit_reduction_is_in_the_configuration_of_deepspeed() -> None:
         ("shard=2", (), True, "always"),
         ("shard=2", (1,), True, "default"),
         ("dp=2,shard=2", (), True, "always"),
+        ("shard=2,tp=2", (), True, "always"),
+        ("tp=2", (), False, "always"),
     ],
 )
 def test_mesh_of_ranks_is_in_the_configurations_of_torchtitan_and_accelerate(
@@ -162,6 +164,8 @@ def test_mesh_of_ranks_is_in_the_configurations_of_torchtitan_and_accelerate(
     assert f"--parallelism.data_parallel_replicate_degree {layout.dp}" in lines
     assert f"--parallelism.data_parallel_shard_degree {layout.shard}" in lines
     assert f"--parallelism.fsdp_reshard_after_forward {policy}" in lines
+    assert ("--parallelism.tensor_parallel_degree 2" in lines) == (layout.tp == 2)
+    assert f"--training.local_batch_size {tiny_job.make().batch_size // layout.shares}" in lines
     assert "--activation_checkpoint.mode none" in lines
     accelerate = export(plan, tiny_job.make(), "accelerate", ranks=layout.ranks)
     config: Any = accelerate.files["accelerate.json"]
@@ -169,12 +173,14 @@ def test_mesh_of_ranks_is_in_the_configurations_of_torchtitan_and_accelerate(
     if sharded:
         assert config["fsdp_config"]["fsdp_reshard_after_forward"] == (policy != "never")
         assert config["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Block"
-    assert ("parallelism_config" in config) == (layout.dp > 1 and layout.shard > 1)
+    assert ("parallelism_config" in config) == ((layout.dp > 1 and layout.shard > 1) or layout.tp > 1)
+    assert config.get("parallelism_config", {}).get("parallelism_config_tp_size", 1) == layout.tp
     for made in (titan, accelerate):
         differs = [note for note in made.notes if "units differ in whether their weights stay gathered" in note]
         assert len(differs) == (policy == "default")
         assert all("blocks.1" in note and "blocks.0" not in note for note in differs)
         assert not any("mesh" in note for note in made.notes)
+        assert any("tp_plan" in note for note in accelerate.notes) == (layout.tp > 1)
     assert any("mesh" in note for note in export(plan, tiny_job.make(), "deepspeed", ranks=layout.ranks).notes)
     with pytest.raises(PlanError, match=r"the plan's mesh .* is for . ranks, and --ranks is 8"):
         export(plan, tiny_job.make(), "accelerate", ranks=8)
@@ -327,6 +333,8 @@ def test_script_on_ranks_trains_like_one_process(mesh: str, attribute: str, tmp_
 
 def test_script_for_ranks_rejects_other_meshes_and_fp16() -> None:
     job, plan = exported_job.job(), a_plan().changed(launch=Launch(mesh="dp=2"))
+    with pytest.raises(PlanError, match=r"cannot divide layers between ranks, as the plan's mesh tp=2 does"):
+        export(plan.changed(launch=Launch(mesh="tp=2")), job, "python", ranks=2, reference="x")
     with pytest.raises(PlanError, match=r"mesh dp=2 is for 2 ranks, and --ranks is 3 .allowed: --ranks 2"):
         export(plan, job, "python", ranks=3, reference="x")
     with pytest.raises(PlanError, match="ranks would have to agree on which fp16 gradients overflowed"):

@@ -46,10 +46,14 @@ def test_mesh_is_written_as_it_is_read() -> None:
         assert [Mesh.parse(str(mesh)) for mesh in meshes] == meshes
         assert {mesh.ranks for mesh in meshes} == {ranks}
     assert [str(mesh) for mesh in Mesh.all_of(4)] == ["dp=4", "dp=2,shard=2", "shard=4"]
+    divided = Mesh.all_of(4, tp=True)
+    assert [str(mesh) for mesh in divided[3:]] == ["dp=2,tp=2", "shard=2,tp=2", "tp=4"]
+    assert [Mesh.parse(str(mesh)) for mesh in divided] == divided
+    assert {mesh.ranks for mesh in divided} == {4}
 
 
 @pytest.mark.parametrize(
-    "text", ["", "dp", "dp=0", "dp=-1", "dp=2,dp=2", "tp=2", "dp=2;shard=2", "shard=½", "shard=2.0"]
+    "text", ["", "dp", "dp=0", "dp=-1", "dp=2,dp=2", "pp=2", "dp=2;shard=2", "shard=½", "shard=2.0"]
 )
 def test_text_that_is_no_mesh_is_rejected_with_an_example(text: str) -> None:
     with pytest.raises(InputError, match=r"mesh is .* dp=2,shard=4"):
@@ -278,12 +282,13 @@ def test_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["shard=2", "dp=2"])
+@pytest.mark.parametrize("mesh", ["shard=2", "dp=2", "tp=2"])
 def test_profile_of_a_mesh_predicts_the_memory_of_its_plans(mesh: str) -> None:
-    job, ranks = f"{TESTS / 'rank_jobs.py'}:transformer", RankOptions(count=2, engine="fsdp2", mesh=mesh)
+    name = "shared" if "tp" in mesh else "transformer"
+    job, ranks = f"{TESTS / 'rank_jobs.py'}:{name}", RankOptions(count=2, engine="fsdp2", mesh=mesh)
     found = profile_on_ranks(job, ranks, device_name="these", fingerprint="", options=ProfilerOptions.lean())
     space, draw = found.space, np.random.default_rng(7)
-    assert {"gathered", "gathered-recompute"} <= set(space.storages) or mesh == "dp=2"
+    assert {"gathered", "gathered-recompute"} <= set(space.storages) or mesh != "shard=2"
     plans = [space.baseline(), space.leanest(), *(space.sample(draw) for _ in range(8))]
     peaks = peaks_of(job, ranks, plans)
     missed = [peak_bytes(found, plan) / peaks[plan] - 1 for plan in plans]

@@ -125,10 +125,14 @@ def bench_ranks(job: str, ranks: RankOptions, *, pairs: int, seed: int, reporter
         reporter: shows progress.
 
     Raises:
+        InputError: if the engine has no such loop, or ranks share layers.
         EngineError: if a rank fails; the message quotes its exception.
     """
     if ranks.engine not in LOOPS:
         raise InputError(f"engine is {ranks.engine!r}", where="bench overhead", allowed=list(LOOPS))
+    mesh = ranks.whole_mesh
+    if isinstance(mesh, Mesh) and mesh.tp > 1:
+        raise InputError(f"mesh is {mesh}", where="bench overhead", allowed="a mesh without tp")
     loaded = load_job(job)
     reporter.stage(f"{loaded.name}: engine against a plain loop", pairs)
     asked = {"job": job, "ranks": asdict(ranks), "pairs": -(-pairs // _STARTS), "seed": seed}

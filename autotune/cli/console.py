@@ -122,8 +122,8 @@ MeshOption = Annotated[
     str | None,
     typer.Option(
         "--mesh",
-        help="With fsdp2: replicas and shards, such as dp=2,shard=2 (default: shards alone). "
-        "With pipeline: its stages, such as pipe=2,schedule=gpipe,units=3/5 (default: pipe and the ranks).",
+        help="With fsdp2: replicas, shards and ranks that share layers, such as dp=2,shard=2 or tp=2 (default: "
+        "shards). With pipeline: its stages, such as pipe=2,schedule=gpipe,units=3/5 (default: pipe and the ranks).",
     ),
 ]
 

@@ -69,7 +69,8 @@ def command(
         str | None,
         typer.Option(
             "--mesh",
-            help="With fsdp2: replicas and shards, such as dp=2,shard=2. With pipeline: its stages, such as "
+            help="With fsdp2: replicas, shards and ranks that share layers, such as dp=2,shard=2 or tp=2. "
+            "With pipeline: its stages, such as "
             "pipe=2,schedule=gpipe,units=3/5. all chooses them.",
         ),
     ] = None,

@@ -140,8 +140,9 @@ def run_tuning(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporte
 def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporter: Reporter) -> dict[str, Any]:
     """Tune a job with every layout of its ranks in turn, and return the fastest plan of all.
 
-    With DeepSpeed, a layout is a ZeRO stage; with FSDP2, it is a mesh of replicas and shards; in a pipeline, it is a
-    schedule with the units of each stage that a profile of the job in one process predicts to be fastest.
+    With DeepSpeed, a layout is a ZeRO stage; with FSDP2, it is a mesh of replicas and shards, and of ranks that share
+    layers if the job says how to divide them; in a pipeline, it is a schedule with the units of each stage that a
+    profile of the job in one process predicts to be fastest.
 
     Args:
         request: the request, with ranks of any layout. A memory budget that is a share refers to the baseline's peak
@@ -163,7 +164,9 @@ def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, repor
         found = chosen_pipelines(_profile_alone(request, trusted, runs, reporter), ranks.count)
         layouts = {str(one.pipeline): replace(ranks, mesh=str(one.pipeline)) for one in found}
     elif meshed:
-        layouts = {str(mesh): replace(ranks, mesh=str(mesh)) for mesh in Mesh.all_of(ranks.count)}
+        divides = trusted.job(request.job).tensor_parallel is not None
+        meshes = map(str, Mesh.all_of(ranks.count, tp=divides))
+        layouts = {mesh: replace(ranks, mesh=mesh) for mesh in meshes}
     else:
         layouts = {str(stage): replace(ranks, zero_stage=stage) for stage in STAGES}
     asked = {name: (replace(request, ranks=layout), trusted) for name, layout in layouts.items()}

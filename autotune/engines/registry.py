@@ -69,7 +69,8 @@ class RankOptions:
         count: number of processes.
         zero_stage: ZeRO stage, 0 to 3.
         config: the user's own DeepSpeed configuration; ``None`` for none.
-        mesh: with FSDP2, replicas and shards such as ``dp=2,shard=2``, where ``None`` shards over all processes; of a
+        mesh: with FSDP2, replicas, shards and ranks that share layers, such as ``dp=2,shard=2`` or ``shard=2,tp=2``,
+            where ``None`` shards over all processes; of a
             pipeline, its layout such as ``pipe=2,schedule=gpipe``, where ``None`` is 1F1B.
         engine: the engine's name in :data:`ENGINES`.
     """

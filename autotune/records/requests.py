@@ -36,7 +36,8 @@ class Ranks:
         count: number of processes.
         zero_stage: ZeRO stage.
         config: SHA-256 of the user's DeepSpeed configuration, which may contain secrets; ``None`` without one.
-        mesh: with FSDP2, replicas and shards; ``None`` for shards alone, or with another engine.
+        mesh: with FSDP2, replicas, shards and ranks that share layers, ``None`` for shards alone; of a pipeline, its
+            layout.
         engine: name of the engine.
     """
 

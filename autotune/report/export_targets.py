@@ -137,23 +137,23 @@ class ExportRequest:
         Raises:
             PlanError: if the batch cannot be split evenly, as launchers require.
         """
-        k, ranks = self.plan.accumulation_steps, self.ranks
-        samples = self.job.batch_size * (k if self.job.batching == "adaptive" else 1)
-        if samples % (k * ranks):
-            raise PlanError(
-                f"a batch of {samples} samples is cut into k={k} micro-batches on {ranks} ranks",
-                where=_WHERE,
-                allowed=f"a batch size that {k * ranks} divides",
-            )
-        mesh = self.plan.launch.layout
+        k, ranks, mesh = self.plan.accumulation_steps, self.ranks, self.plan.launch.layout
         if mesh is not None and mesh.ranks != ranks:
             problem = f"the plan's mesh {mesh} is for {mesh.ranks} ranks, and --ranks is {ranks}"
             raise PlanError(problem, where=_WHERE, allowed=f"--ranks {mesh.ranks}")
+        samples = self.job.batch_size * (k if self.job.batching == "adaptive" else 1)
+        pieces = k * (ranks if mesh is None else mesh.shares)
+        if samples % pieces:
+            raise PlanError(
+                f"a batch of {samples} samples is cut into k={k} micro-batches on {ranks} ranks",
+                where=_WHERE,
+                allowed=f"a batch size that {pieces} divides",
+            )
         stored = tuple(unit for unit in units_of(self.model, self.job.units) if unit.recomputable)
         return Launched(
             plan=self.plan,
             samples=samples,
-            micro_samples=samples // (k * ranks),
+            micro_samples=samples // pieces,
             ranks=ranks,
             # Without a norm, launchers clip at 1.
             clip_norm=clip_norm(self.job),

@@ -83,6 +83,7 @@ def to_accelerate(launched: Launched) -> Export:
         "use_cpu": False,
     }
     mesh, sharding = launched.plan.launch.layout, []
+    parallelism: dict[str, int] = {}
     if mesh is not None and mesh.shard > 1:
         config["distributed_type"] = "FSDP"
         config["fsdp_config"] = {
@@ -92,9 +93,13 @@ def to_accelerate(launched: Launched) -> Export:
             "fsdp_reshard_after_forward": not launched.keeps_gathered,
         }
         if mesh.dp > 1:
-            sizes = {"dp_replicate_size": mesh.dp, "dp_shard_size": mesh.shard}
-            config["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+            parallelism = {"dp_replicate_size": mesh.dp, "dp_shard_size": mesh.shard}
         sharding = _gathered_notes(launched)
+    if mesh is not None and mesh.tp > 1:
+        parallelism = {"dp_replicate_size": mesh.dp, "dp_shard_size": mesh.shard, "tp_size": mesh.tp}
+        sharding = [*sharding, "layers are divided as the model's own tp_plan says: a model of transformers"]
+    if parallelism:
+        config["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in parallelism.items()}
     launched = _without_mesh(launched)
     clip = f"accelerator.clip_grad_norm_(model.parameters(), {launched.clip_norm:g})"
     alone = "without GPUs, put ACCELERATE_USE_CPU=true before the command; otherwise each rank trains alone"
@@ -153,6 +158,7 @@ def to_torchtitan(launched: Launched) -> Export:
             "parallelism.data_parallel_replicate_degree": mesh.dp,
             "parallelism.data_parallel_shard_degree": mesh.shard,
             "parallelism.fsdp_reshard_after_forward": reshards,
+            **({"parallelism.tensor_parallel_degree": mesh.tp} if mesh.tp > 1 else {}),
         }
     launched = _without_mesh(launched)
     plan = launched.plan

@@ -129,6 +129,9 @@ def _mesh_of(plan: Plan, job: Job, ranks: int) -> Mesh:
     if mesh.ranks != ranks:
         problem = f"the plan's mesh {mesh} is for {mesh.ranks} ranks, and --ranks is {ranks}"
         raise PlanError(problem, where="export", allowed=f"--ranks {mesh.ranks}")
+    if mesh.tp > 1:
+        problem = f"a script cannot divide layers between ranks, as the plan's mesh {mesh} does"
+        raise PlanError(problem, where="export", allowed="a plan without tp, --to torchtitan or --to accelerate")
     if plan.needs_loss_scaling:
         problem = "ranks would have to agree on which fp16 gradients overflowed"
         raise PlanError(problem, where="export", allowed="a plan in fp32 or bf16, or --to accelerate")
