@@ -164,8 +164,9 @@ def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, repor
         found = chosen_pipelines(_profile_alone(request, trusted, runs, reporter), ranks.count)
         layouts = {str(one.pipeline): replace(ranks, mesh=str(one.pipeline)) for one in found}
     elif meshed:
-        divides = trusted.job(request.job).tensor_parallel is not None
-        meshes = map(str, Mesh.all_of(ranks.count, tp=divides))
+        job = trusted.job(request.job)
+        job = load_job(job) if isinstance(job, str) else job
+        meshes = map(str, Mesh.all_of(ranks.count, tp=job.tensor_parallel is not None))
         layouts = {mesh: replace(ranks, mesh=mesh) for mesh in meshes}
     else:
         layouts = {str(stage): replace(ranks, zero_stage=stage) for stage in STAGES}

@@ -1,0 +1,78 @@
+"""Entry point that torchrun starts: one rank that shares layers with others, and meets jobs to refuse or train."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import divided_rank_jobs as jobs
+import torch
+import torch.distributed as dist
+from odd_rank import engine_of, refusal
+from sharded_rank import at_random, farthest, on_one_rank, whole
+
+from autotune import EngineOptions, TorchEngine
+from autotune.mechanics.collectives import of_all_ranks
+from autotune.mechanics.fully_sharded import _is_divided, _local
+
+REFUSED = (
+    "unplanned",
+    "unknown",
+    "nameless",
+    "uneven",
+    "fused",
+    "dropping",
+    "normed",
+    "apart",
+    "statistics",
+    "several",
+)
+OPTIONS = EngineOptions(meter_memory=False, statistics_every=None)
+
+
+def exactness(mesh: str, names: str) -> dict[str, float]:
+    """Train under a random plan at every step, and return how far the weights are from those of one process."""
+    found, draw = {}, random.Random(4)
+    for name in names.split(","):
+        made: Any = getattr(jobs, name)
+        job = made() if callable(made) else made
+        engine, plain = engine_of(mesh, job), TorchEngine(job, options=OPTIONS)
+        for _ in range(8):
+            plan = at_random(engine.space, draw)
+            engine.apply(plan)
+            plain.apply(on_one_rank(plan))
+            engine.run(1)
+            plain.run(1)
+        found[name] = farthest(whole(engine), [one.detach() for one in plain.model.parameters()])
+        # Ranks that share layers have the same bits of all that is not divided.
+        alike = [float(_local(one).double().sum()) for one in engine.model.parameters() if not _is_divided(one)]
+        share = [
+            values for rank, values in enumerate(of_all_ranks(alike)) if rank * engine.divides_by // engine.world == 0
+        ]
+        found[f"{name} apart"] = float(any(values != share[0] for values in share))
+        found[f"{name} divided"] = float(sum(map(_is_divided, engine.model.parameters())))
+        engine.close()
+    return found
+
+
+def main() -> None:
+    """Meet all jobs, and write the results of this rank."""
+    folder, mesh = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    found = {
+        "refusals": {name: refusal(lambda name=name: engine_of(mesh, getattr(jobs, name))) for name in REFUSED},  # type: ignore[misc]
+        "exactness": exactness(mesh, sys.argv[3]),
+    }
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+    # Threads that torch leaves behind now and then abort a process as the interpreter ends.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Jobs whose layers ranks share: some that they cannot train exactly, and some that need care."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sharded_rank import make
+from small_models import SharedBlock, SharedGPT, TinyGPT
+from torch import nn
+
+from autotune import Job
+
+UP_AND_DOWN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+def job(name: str, model: type[nn.Module], plan: Mapping[str, str] | None = None, **changes: Any) -> Job:
+    return make(name=name, model=lambda: model(dropout=0.0), tensor_parallel=plan, **changes)  # type: ignore[call-arg]
+
+
+class Fused(TinyGPT):
+    """A model whose queries, keys and values are one layer, which cannot be divided without changing its code."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__(width=16, blocks=2, dropout=dropout)
+
+
+class Dropping(SharedGPT):
+    """A model with dropout within divided layers, where ranks would draw the same mask for different features."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+        for block in self.blocks:
+            block.up = nn.Sequential(block.up, nn.Dropout(0.2))
+
+    tp_plan = {name.replace("up", "up.0"): style for name, style in SharedGPT.tp_plan.items()}  # noqa: RUF012
+
+
+class NormedBlock(SharedBlock):
+    """A block that scales each head's queries by the same weights, of whose gradient each rank has a part."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__(width, dropout)
+        self.scale = nn.Parameter(torch.full((4,), 1.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        query, key, value = (
+            layer(normed).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        found = F.scaled_dot_product_attention(query * self.scale, key, value, is_causal=True)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Normed(SharedGPT):
+    """A model of such blocks."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__(blocks=0)
+        self.blocks.extend(NormedBlock(16, dropout) for _ in range(2))
+
+
+class Tied(SharedGPT):
+    """A model whose head has the embedding's weight."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+        self.head = nn.Linear(16, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class Frozen(SharedGPT):
+    """A model of which some layers are not trained."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+        for part in (self.embedding, self.blocks[1].up, self.blocks[2]):
+            part.requires_grad_(requires_grad=False)
+
+
+class WithStatistics(SharedGPT):
+    """A model with BatchNorm."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+        self.over_batch = nn.BatchNorm1d(16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + 0 * self.over_batch(self.embedding(tokens).flatten(0, 1)).sum()
+
+
+def foreach(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+
+
+unplanned = job("unplanned", Fused)
+unknown = job("unknown", SharedGPT, {"blocks.*.up": "columns"})
+nameless = job("nameless", SharedGPT, {"layers.*.up": "colwise"})
+uneven = dataclasses.replace(job("uneven", SharedGPT), model=lambda: SharedGPT(tokens=13))
+fused = job("fused", Fused, {"blocks.*.mix": "colwise", "blocks.*.out": "rowwise"})
+dropping = job("dropping", Dropping)
+normed = job("normed", Normed)
+apart = job("apart", Tied, {**UP_AND_DOWN, "head": "colwise_gather_output"})
+statistics = job("statistics", WithStatistics)
+several = job("several", SharedGPT, optimizer=foreach)
+
+tied = job("tied", Tied)
+frozen = job("frozen", Frozen)
+partly = job("partly", SharedGPT, UP_AND_DOWN)
+descending = job("descending", SharedGPT, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9))
+narrow = dataclasses.replace(partly, name="narrow", batch_size=8, accumulation_choices=(1, 8))
+
+
+def llama() -> Job:
+    """Return a job of a model of transformers, with fewer key heads than query heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def build() -> nn.Module:
+        config = LlamaConfig(
+            vocab_size=12,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+        )
+        return LlamaForCausalLM(config)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        found = model(input_ids=batch["tokens"][:, :-1], use_cache=False).logits
+        return F.cross_entropy(found.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+    return make(name="llama", model=build, loss=loss, evaluate=lambda model: 0.0)

@@ -1,0 +1,113 @@
+"""Tests of ranks that share layers: updates equal those of one process, and what cannot be divided is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_laws import (
+    assert_equals_torch,
+    assert_reduced_in_16_bit,
+    assert_storage_is_exact,
+    assert_troubles_are_shared,
+    run_ranks,
+)
+from ranks import run_on_ranks
+from small_jobs import gpt_job
+
+from autotune.cli.main import run
+from autotune.errors import JobError
+
+TESTS = Path(__file__).parent
+REFUSALS = {
+    "unplanned": "the job has no plan of tensor parallelism",
+    "unknown": "the style of blocks.*.up is 'columns' (allowed: colwise, rowwise",
+    "nameless": "layers.*.up names no layer of the model",
+    "uneven": "embedding has 13 entries, which tp=2 does not divide",
+    "fused": "the model cannot be divided like this: its loss",
+    "dropping": "the model cannot be divided like this",
+    "normed": "the model cannot be divided like this: the gradient of blocks.0.scale is another one divided than whole",
+    "apart": "embedding.weight and head.weight are one parameter, and are not divided alike",
+    "statistics": "over_batch normalizes over a batch, which ranks that share samples would count several times",
+    "several": "the optimizer's foreach updates several parameters at once, of which some are divided",
+}
+
+
+def assert_laws(found: list[dict[str, Any]], steps: int) -> None:
+    assert_equals_torch(found, steps, apart=3e-7)
+    assert_storage_is_exact(found)
+    assert_troubles_are_shared(found)
+    assert_reduced_in_16_bit(found)
+    for one in found:
+        assert one["mixed_precision"]["kinds"] == 2
+        assert one["mixed_precision"]["loss_apart"] < 0.02
+        assert one["adaptive_equals_torch"]["apart"] <= 3e-7
+
+
+LAWS = "equals_torch,storage_is_exact,troubles,mixed_precision,adaptive_equals_torch,reduced_in_16_bit"
+
+
+def test_ranks_that_share_layers_make_the_updates_of_one_process_under_random_plans(tmp_path: Path) -> None:
+    found = run_ranks(tmp_path, "equals_torch,storage_is_exact", "tp=2", 8)
+    assert_equals_torch(found, 8, apart=3e-7)
+    assert_storage_is_exact(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("mesh", "ranks", "steps"), [("tp=2", 2, 200), ("shard=2,tp=2", 4, 40), ("dp=2,tp=2", 4, 20)])
+def test_ranks_that_share_layers_fulfil_all_laws_of_ranks(mesh: str, ranks: int, steps: int, tmp_path: Path) -> None:
+    assert_laws(run_ranks(tmp_path, LAWS, mesh, steps, ranks=ranks), steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("mesh", "ranks"), [("tp=2", 2), ("shard=2,tp=2", 4)])
+def test_a_run_moves_between_meshes_with_and_without_shared_layers(mesh: str, ranks: int, tmp_path: Path) -> None:
+    steps = 96 if ranks == 2 else 60
+    for found in run_ranks(tmp_path, "equals_torch_on_all_meshes", mesh, steps, ranks=ranks):
+        one = found["equals_torch_on_all_meshes"]
+        assert one["apart"] <= 3e-7
+        assert one["meshes"] >= 3
+        assert one["failures"] == 0
+
+
+@pytest.mark.parametrize(
+    "names", ["tied,llama", pytest.param("frozen,partly,descending,narrow", marks=pytest.mark.slow)]
+)
+def test_what_cannot_be_divided_is_refused_and_odd_models_are_trained_exactly(names: str, tmp_path: Path) -> None:
+    run_on_ranks("divided_rank.py", tmp_path, "tp=2", names)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for name, words in REFUSALS.items():
+            assert words in found["refusals"][name], (name, found["refusals"][name])
+            assert "\n" not in found["refusals"][name]
+            assert len(found["refusals"][name]) < 600
+        exact = found["exactness"]
+        for name in names.split(","):
+            assert exact[name] <= 3e-7, (name, exact[name])
+            assert exact[f"{name} apart"] == 0
+            assert exact[f"{name} divided"] >= 4
+
+
+@pytest.mark.parametrize("plan", [{"blocks.0": 1}, {1: "colwise"}, "blocks", ["blocks.0"]])
+def test_job_whose_plan_of_tensor_parallelism_is_none_is_refused(plan: Any) -> None:
+    with pytest.raises(JobError, match=r"tensor_parallel is .* styles by name of layers, or None"):
+        gpt_job(tensor_parallel=plan)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ranks_that_share_layers_are_tuned_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = ["--engine", "fsdp2", "--mesh", "tp=2", "--runs-dir", str(tmp_path), "--report-to", "none", "--json"]
+    job = f"{TESTS / 'rank_jobs.py'}:shared"
+    assert run(["tune", job, "--method", "exact", "--memory-budget", "80%", *ranks]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["plan"]["launch"]["mesh"] == "tp=2"
+    measured = document["measured"]
+    assert measured["peak_bytes"] <= measured["memory_budget_bytes"]
+    assert document["predicted"]["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.03)
+    # What layers exchange is seen.
+    assert measured["parts"]["communication_s"] > 0
