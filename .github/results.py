@@ -216,6 +216,32 @@ def _layout(found: Document) -> str:
     return f"FSDP2 with {found['layout']}"
 
 
+def pipelines(found: Document) -> Iterator[str]:
+    """Yield predicted steps and bubbles of pipelines beside measured ones."""
+    rows = sorted(found["rows"], key=lambda row: row["seconds"])
+    yield (
+        f"Job `{found['job']}` on {found['ranks']} ranks: steps of {len(rows)} layouts and k, without the update. "
+        f"Predicted seconds are {found['time_error_median']:.1%} off in the median (90 %: "
+        f"{found['time_error_p90']:.1%}), bubbles {found['bubble_error_median']:.1%} (90 %: "
+        f"{found['bubble_error_p90']:.1%}) of the measured ones. What is predicted to be fastest takes "
+        f"{found['chosen_over_best']:.3f} of the time of the fastest. The ten fastest:"
+    )
+    yield from table(
+        ["layout", "k", "seconds", "predicted", "bubble", "predicted"],
+        (
+            (
+                row["layout"],
+                row["accumulation_steps"],
+                f"{row['seconds']:.3f}",
+                f"{row['predicted_s']:.3f}",
+                f"{row['bubble']:.1%}",
+                f"{row['predicted_bubble']:.1%}",
+            )
+            for row in rows[:10]
+        ),
+    )
+
+
 def batching(found: Document) -> Iterator[str]:
     """Yield a race of adaptive batching against constants."""
     yield f"Job `{found['job']}`: time to the target over that of the best constant, {found['best_constant']}."
@@ -521,6 +547,7 @@ KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
     "calibrate": ("Estimates from this machine's measured rates", calibrate),
     "gpu": ("On a GPU", gpu),
     "overhead": ("What measuring costs", overhead),
+    "pipelines": ("Pipelines", pipelines),
     "cluster": ("Several workers", cluster),
     "simulator": ("The simulator", simulator),
     "solver": ("The solvers", solver),

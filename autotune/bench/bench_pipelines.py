@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 
@@ -29,8 +30,10 @@ from autotune.profiling.profiler import ProfilerOptions, profile
 _MODULE = "autotune.bench.bench_pipelines"
 # Steps of each turn; the first one is not timed.
 _STEPS = 4
+# Parts of a step that a prediction is of: not the update.
+_PASSES = ("compute", "communication", "synchronisation")
 # Divisions of the units that are measured under each schedule, from the one that is predicted to be fastest.
-_DIVISIONS = 8
+_DIVISIONS = 6
 
 
 def bench_pipelines(job: str, *, ranks: int, rounds: int, seed: int = 0, reporter: Reporter = SILENT) -> dict[str, Any]:
@@ -78,14 +81,17 @@ def bench_pipelines(job: str, *, ranks: int, rounds: int, seed: int = 0, reporte
 
 def lines(document: Mapping[str, Any]) -> list[str]:
     """Return the results in words."""
-    chosen = document["chosen"]
+    chosen, best = document["chosen"], document["best"]
     return [
-        f"{document['job']} on {document['ranks']} ranks, {len(document['rows'])} layouts and k: seconds of a step are "
-        f"predicted {document['time_error_median']:.1%} off (median; 90 %: {document['time_error_p90']:.1%}), bubbles "
-        f"{document['bubble_error_median']:.1%} (90 %: {document['bubble_error_p90']:.1%})",
-        f"chosen {chosen['layout']} with k = {chosen['accumulation_steps']} takes {document['chosen_over_best']:.3f} "
-        f"of the time of the fastest, {document['best']['layout']} with k = {document['best']['accumulation_steps']}",
+        f"{document['job']} on {document['ranks']} ranks, {len(document['rows'])} layouts and k: predicted seconds of "
+        f"a step are {document['time_error_median']:.1%} off in the median (90 %: {document['time_error_p90']:.1%}), "
+        f"bubbles {document['bubble_error_median']:.1%} (90 %: {document['bubble_error_p90']:.1%}) of the measured ones",
+        f"chosen {_named(chosen)} takes {document['chosen_over_best']:.3f} of the time of {_named(best)}, the fastest",
     ]
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    return f"{row['layout']} with k = {row['accumulation_steps']}"
 
 
 def _layouts(measured: Profile, ranks: int) -> list[tuple[Pipeline, list[int]]]:
@@ -113,25 +119,27 @@ def _divisions(units: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 def _row(measured: Profile, pipeline: Pipeline, row: Mapping[str, Any]) -> dict[str, Any]:
     step = predicted_step(measured, pipeline, row["accumulation_steps"])
-    bubble = row["bubble"]
     return {
         **row,
         "predicted_s": step.seconds,
         "time_error": step.seconds / row["seconds"] - 1,
         "predicted_bubble": step.bubble,
-        "bubble_error": step.bubble - bubble,
+        "bubble_error": step.bubble / row["bubble"] - 1,
     }
 
 
-def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     chosen = min(rows, key=lambda row: row["predicted_s"])
     best = min(rows, key=lambda row: row["seconds"])
     found: dict[str, Any] = {}
     for name in ("time_error", "bubble_error"):
         errors = [abs(row[name]) for row in rows]
-        found[f"{name}_median"] = statistics.median(errors)
-        found[f"{name}_p90"] = statistics.quantiles(errors, n=10)[-1] if len(errors) > 1 else errors[0]
-    return {**found, "chosen": chosen, "best": best, "chosen_over_best": chosen["seconds"] / best["seconds"]}
+        found |= {
+            f"{name}_{what}": float(np.quantile(errors, share)) for what, share in (("median", 0.5), ("p90", 0.9))
+        }
+    # In the same turns, which are slow or fast for both.
+    ratios = [one / other for one, other in zip(chosen["turns_s"], best["turns_s"], strict=True)]
+    return {**found, "chosen": chosen, "best": best, "chosen_over_best": statistics.median(ratios)}
 
 
 def _answer(asked: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -166,11 +174,12 @@ def _window(engine: PipelineEngine, k: int) -> dict[str, float]:
 def _measured(layout: str, k: int, windows: list[dict[str, float]]) -> dict[str, Any]:
     """Return the seconds of the passes of a step, and the share of them in which ranks wait for each other."""
     parts = {name: statistics.median(window[name] for window in windows) for name in windows[0]}
-    seconds = parts["compute"] + parts["communication"] + parts["synchronisation"]
+    seconds = sum(parts[name] for name in _PASSES)
     return {
         "layout": layout,
         "accumulation_steps": k,
         "seconds": seconds,
+        "turns_s": [sum(window[name] for name in _PASSES) for window in windows],
         "bubble": parts["synchronisation"] / seconds,
         "communication_s": parts["communication"],
         "update_s": parts["update"],
