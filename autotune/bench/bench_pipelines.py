@@ -85,7 +85,7 @@ def lines(document: Mapping[str, Any]) -> list[str]:
     return [
         f"{document['job']} on {document['ranks']} ranks, {len(document['rows'])} layouts and k: predicted seconds of "
         f"a step are {document['time_error_median']:.1%} off in the median (90 %: {document['time_error_p90']:.1%}), "
-        f"bubbles {document['bubble_error_median']:.1%} (90 %: {document['bubble_error_p90']:.1%}) of the measured ones",
+        f"bubbles {document['bubble_error_median']:.1%} (90 %: {document['bubble_error_p90']:.1%}) of measured ones",
         f"chosen {_named(chosen)} takes {document['chosen_over_best']:.3f} of the time of {_named(best)}, the fastest",
     ]
 
