@@ -20,16 +20,8 @@ from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.fully_sharded import _is_divided, _local
 
 REFUSED = (
-    "unplanned",
-    "unknown",
-    "nameless",
-    "uneven",
-    "fused",
-    "dropping",
-    "normed",
-    "apart",
-    "statistics",
-    "several",
+    *("unplanned", "unknown", "nameless", "uneven", "fused", "dropping", "normed", "apart", "statistics", "several"),
+    *("gated", "remembering", "judged", "penalised", "rooted", "weighed"),
 )
 OPTIONS = EngineOptions(meter_memory=False, statistics_every=None)
 

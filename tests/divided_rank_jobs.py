@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sharded_rank import make
+from sharded_rank import loss, make
 from small_models import SharedBlock, SharedGPT, TinyGPT
 from torch import nn
 
@@ -64,6 +64,81 @@ class Normed(SharedGPT):
         self.blocks.extend(NormedBlock(16, dropout) for _ in range(2))
 
 
+class Gated(SharedGPT):
+    """A model of such blocks whose output begins at 0, which hides the gradient of the scales in the first step."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__(blocks=0)
+        self.blocks.extend(NormedBlock(16, dropout) for _ in range(2))
+        for block in self.blocks:
+            nn.init.zeros_(block.out.weight)
+
+
+class RememberingBlock(SharedBlock):
+    """A block that remembers a divided layer's features."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__(width, dropout)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().features(x)
+        self.seen.lerp_(found.detach().abs().amax(), 0.5)
+        return found
+
+
+class JudgedBlock(SharedBlock):
+    """A block that normalizes a divided layer's features while it is evaluated."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().features(x)
+        return found if self.training else F.layer_norm(found, found.shape[-1:])
+
+
+class PenalisedBlock(SharedBlock):
+    """A block whose divided features add little to the loss."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().features(x)
+        self.penalty = 1e-2 * found.square().mean()
+        return found
+
+
+def odd(block: type[SharedBlock]) -> type[SharedGPT]:
+    """Return a class of models of which one block is odd."""
+
+    class Odd(SharedGPT):
+        def __init__(self, *, dropout: float = 0.0) -> None:
+            super().__init__(dropout=dropout)
+            self.blocks[1] = block(16, dropout)
+
+    return Odd
+
+
+def penalised_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    found = loss(model, batch)
+    return found + model.blocks[1].penalty  # type: ignore[index,union-attr,operator]
+
+
+def cast_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss(model, batch)
+
+
+class Rooted(SharedGPT):
+    """A model whose plan is no mapping."""
+
+    tp_plan = "colwise"  # type: ignore[assignment]
+
+
+class Weighed(SharedGPT):
+    """A model of which torch cannot divide a layer, since it computes its weight."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+        nn.utils.parametrizations.weight_norm(self.blocks[0].up)
+
+
 class Tied(SharedGPT):
     """A model whose head has the embedding's weight."""
 
@@ -106,10 +181,17 @@ dropping = job("dropping", Dropping)
 normed = job("normed", Normed)
 apart = job("apart", Tied, {**UP_AND_DOWN, "head": "colwise_gather_output"})
 statistics = job("statistics", WithStatistics)
+gated = job("gated", Gated)
+remembering = job("remembering", odd(RememberingBlock))
+judged = job("judged", odd(JudgedBlock))
+penalised = job("penalised", odd(PenalisedBlock), loss=penalised_loss)
+rooted = job("rooted", Rooted)
+weighed = job("weighed", Weighed)
 several = job("several", SharedGPT, optimizer=foreach)
 
 tied = job("tied", Tied)
 frozen = job("frozen", Frozen)
+cast = job("cast", SharedGPT, loss=cast_loss)
 partly = job("partly", SharedGPT, UP_AND_DOWN)
 descending = job("descending", SharedGPT, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9))
 narrow = dataclasses.replace(partly, name="narrow", batch_size=8, accumulation_choices=(1, 8))
@@ -131,8 +213,8 @@ def llama() -> Job:
         )
         return LlamaForCausalLM(config)
 
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         found = model(input_ids=batch["tokens"][:, :-1], use_cache=False).logits
         return F.cross_entropy(found.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
-    return make(name="llama", model=build, loss=loss, evaluate=lambda model: 0.0)
+    return make(name="llama", model=build, loss=loss_of, evaluate=lambda model: 0.0)

@@ -59,7 +59,11 @@ class SharedBlock(nn.Module):
         heads = (layer(normed).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
         found = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.out(found))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm_2(x)))))
+        return x + self.dropout(self.down(self.features(self.norm_2(x))))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the features that a rank has a part of."""
+        return F.gelu(self.up(x))
 
 
 class SharedGPT(TinyGPT):

@@ -31,6 +31,12 @@ REFUSALS = {
     "normed": "the model cannot be divided like this: the gradient of blocks.0.scale is another one divided than whole",
     "apart": "embedding.weight and head.weight are one parameter, and are not divided alike",
     "statistics": "over_batch normalizes over a batch, which ranks that share samples would count several times",
+    "gated": "the gradient of blocks.0.scale is another one divided than whole",
+    "remembering": "buffer blocks.1.seen has other values divided than whole",
+    "judged": "its loss in evaluation mode is ",
+    "penalised": "its loss is ",
+    "rooted": "tp_plan of the model is 'colwise' (allowed: styles by name of layers)",
+    "weighed": "the model cannot be divided like this: ",
     "several": "the optimizer's foreach updates several parameters at once, of which some are divided",
 }
 
@@ -75,7 +81,7 @@ def test_a_run_moves_between_meshes_with_and_without_shared_layers(mesh: str, ra
 
 
 @pytest.mark.parametrize(
-    "names", ["tied,llama", pytest.param("frozen,partly,descending,narrow", marks=pytest.mark.slow)]
+    "names", ["tied,llama", pytest.param("frozen,partly,descending,narrow,cast", marks=pytest.mark.slow)]
 )
 def test_what_cannot_be_divided_is_refused_and_odd_models_are_trained_exactly(names: str, tmp_path: Path) -> None:
     run_on_ranks("divided_rank.py", tmp_path, "tp=2", names)
@@ -87,7 +93,7 @@ def test_what_cannot_be_divided_is_refused_and_odd_models_are_trained_exactly(na
             assert len(found["refusals"][name]) < 600
         exact = found["exactness"]
         for name in names.split(","):
-            assert exact[name] <= 3e-7, (name, exact[name])
+            assert exact[name] <= (1e-2 if name == "cast" else 3e-7), (name, exact[name])
             assert exact[f"{name} apart"] == 0
             assert exact[f"{name} divided"] >= 4
 

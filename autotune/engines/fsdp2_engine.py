@@ -38,12 +38,14 @@ from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.rank_calls import RankCalls
 from autotune.mechanics.shared_norm import share_statistics
 from autotune.mechanics.spread_state import RunState, read_state, save_state
-from autotune.mechanics.tensor_parallel import divide, plan_of, same_step
+from autotune.mechanics.tensor_parallel import divide, plan_of
 from autotune.mesh import MESH_FORM, Mesh
 from autotune.plan import Plan, Storage
 
 # What torch raises for a view of a tensor whose memory was released.
 _RELEASED = "setStorage"
+# Largest share by which squares of gradients that should be the same differ by rounding.
+_APART = 1e-6
 # Storages that do not look into the operations of a unit.
 _WHOLE_STORAGES = (Storage.SAVE, Storage.GATHERED, Storage.GATHERED_RECOMPUTE, Storage.RECOMPUTE)
 
@@ -149,8 +151,7 @@ class Fsdp2Engine(RankEngine):
         devices, layers = devices_of(self.mesh, self.device.type)
         if layers is not None:
             plan = plan_of(self.model, self.job.tensor_parallel, self.mesh.tp)
-            with same_step(self.model, functools.partial(self._loss, piece, trains=True), self._seed + self.share):
-                divide(self.model, plan, layers)
+            divide(self.model, plan, layers, functools.partial(self._loss, piece, trains=True), self._seed + self.share)
         spread(self.model, contained, self.mesh, self.device.type, reduces_in_16_bit=half, devices=devices)
         if self.world > 1:
             self._calls = RankCalls([*contained, ""], "fsdp2")
@@ -199,6 +200,14 @@ class Fsdp2Engine(RankEngine):
         try:
             gather_rest(self.model)
             return super().evaluate()
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            raise JobError(
+                "the metric computes with a weight of a divided layer itself, of which this rank has a part",
+                where="engine fsdp2",
+                allowed="a metric that calls the model's layers, or a mesh without tp",
+            ) from error
         finally:
             self.ranked.settle()
 
@@ -242,10 +251,26 @@ class Fsdp2Engine(RankEngine):
         if self._calls is None:
             return super().total(losses)
         own = self.loss_here(losses)
-        shared = torch.tensor([own, *self._calls.pieces()], dtype=torch.float64, device=self.device)
+        shared = torch.tensor([own, *self._alike(), *self._calls.pieces()], dtype=torch.float64, device=self.device)
         distributed.all_reduce(shared)
-        self._calls.require_same(shared[1:].tolist())
-        return float(shared[0])
+        total, apart, whole, *calls = shared.tolist()
+        self._calls.require_same(calls)
+        if abs(apart) > _APART * whole:
+            problem = "ranks that share layers have different gradients of weights that they all have"
+            raise JobError(problem, where="engine fsdp2", allowed="a mesh without tp")
+        return float(total)
+
+    def _alike(self) -> tuple[float, float]:
+        """Return numbers of which the first sums to 0 if all ranks that share layers have the same gradients.
+
+        They are of the weights that all of these ranks have. The second one is of the size of the first's summands.
+        """
+        update, layers = self.ranked, self.mesh.tp
+        assert isinstance(update, FullyShardedUpdate)
+        if layers == 1:
+            return 0.0, 0.0
+        squares = update.undivided_squares()
+        return (squares * (layers - 1) if self.rank % layers == 0 else -squares), squares
 
     def close(self) -> None:
         """Release the model's units, gradients and batches, and stop noting its calls."""

@@ -7,6 +7,7 @@ dimension of replicas is data parallelism (DDP), one of shards is full sharding,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -103,6 +104,11 @@ class FullyShardedUpdate(RankUpdate):
         """Return this rank's part of the reduced gradient, with the parameters' indices; empty parts are left out."""
         found = [(index, _local(p.grad)) for index, p in enumerate(self.parameters) if p.grad is not None]
         return [(index, gradient) for index, gradient in found if gradient.numel()]
+
+    def undivided_squares(self) -> float:
+        """Return the squared norm of this rank's part of the gradient of parameters that are not divided."""
+        own = [_local(one.grad) for one in self.parameters if one.grad is not None and not _is_divided(one)]
+        return math.fsum(float(norm) ** 2 for norm in torch._foreach_norm(own)) if own else 0.0
 
     def repeats(self) -> list[int]:
         """Return for each parameter how many of the ranks that share layers have this rank's part of its gradient."""

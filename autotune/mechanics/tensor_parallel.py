@@ -9,8 +9,9 @@ Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,15 +22,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autotune.errors import JobError, one_line
-from autotune.mechanics import randomness
+from autotune.errors import InputError, JobError, one_line
+from autotune.mechanics import devices, randomness
 from autotune.mechanics.buffers import copy_buffers, write_buffers
 from autotune.mechanics.collectives import of_all_ranks
-from autotune.mechanics.model_stages import floor_of, is_close, rounding_of
+from autotune.mechanics.model_stages import floor_of
 
 _WHERE = "engine fsdp2"
-# Characters of an exception that are shown.
-_QUOTED = 200
+# Characters of a difference or an exception that are shown.
+_QUOTED = 240
+# What is added to parameters whose entries are all the same, times normally distributed numbers.
+_STIR = 0.1
 _REMEDY = "a mesh without tp, or a plan of tensor parallelism that leaves such layers whole"
 # By name, as transformers calls them: whether a layer's outputs are divided, or its inputs, and the style.
 STYLES: Mapping[str, tuple[bool, Callable[[], Any]]] = {
@@ -54,13 +57,15 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> di
         JobError: if there is no plan, a style is unknown, a pattern names no layer, or a layer cannot be divided.
     """
     patterns = given if given is not None else getattr(model, "tp_plan", None)
+    if patterns and not (isinstance(patterns, Mapping) and all(isinstance(one, str) for one in patterns)):
+        raise JobError(f"tp_plan of the model is {patterns!r:.80}", where=_WHERE, allowed="styles by name of layers")
     if not patterns:
         allowed = "Job(tensor_parallel={'blocks.*.up': 'colwise', ...}), or a model with a tp_plan"
         raise JobError("the job has no plan of tensor parallelism", where=_WHERE, allowed=allowed)
     layers = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear | nn.Embedding)}
     found: dict[str, str] = {}
     for pattern, style in patterns.items():
-        if style not in STYLES:
+        if not isinstance(style, str) or style not in STYLES:
             raise JobError(f"the style of {pattern} is {style!r:.40}", where="tensor_parallel", allowed=list(STYLES))
         names = [name for name in layers if fnmatchcase(name, pattern)]
         if not names:
@@ -84,103 +89,190 @@ def _require_divisible(name: str, layer: nn.Module, style: str, ranks: int) -> N
         raise JobError(problem, where="--mesh", allowed=allowed)
 
 
-def divide(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Divide layers of a model in place; layers that have the same weight still have the same one after it.
+def divide(
+    model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, loss: Callable[[], torch.Tensor], seed: int
+) -> None:
+    """Divide layers of a model in place; refuse a model that then computes something else.
+
+    A step is made in the modes in which the model trains, and a forward pass in evaluation mode, whole and divided. In
+    them, parameters whose entries are all the same, such as a gate that begins at 0, have random entries: they would
+    hide what depends on them. Layers that have the same weight still have the same one after it.
 
     Args:
-        model: the model, the same on each rank.
+        model: the model, the same on each rank; its gradients are dropped.
         plan: result of :func:`plan_of`.
         mesh: the ranks that share each sample, a mesh of one dimension.
+        loss: function that computes the loss of a micro-batch, the same on all ranks of the mesh.
+        seed: random seed of the step, the same on all ranks of the mesh.
 
     Raises:
-        JobError: if layers that have the same weight are not divided alike.
+        JobError: if the model cannot be divided, or if its losses, gradients, buffers or random numbers are others than
+            the whole model's.
     """
-    tied: dict[int, list[tuple[str, str]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            words = f"{name} normalizes over a batch, which ranks that share samples would count several times"
+            raise JobError(words, where=_WHERE, allowed="a mesh without tp")
+    constants = _with_random_entries(model)
+    with _noting_16_bits([model.get_submodule(name) for name in plan]) as found:
+        whole = _tried(model, loss, seed)
+    tolerances = _tolerances(model, is_coarse=bool(found))
+    places = _places(model)
+    try:
+        # Modules of torch raise what they like for layers that they cannot divide.
+        parallelize_module(model, mesh, {name: STYLES[style][1]() for name, style in plan.items()})
+        problem = _retied(model, places) or _difference(whole, _tried(model, loss, seed), tolerances)
+    except InputError as error:
+        problem = error.problem
+    except Exception as error:  # noqa: BLE001 - whatever torch or the model raises tells that it cannot be divided
+        problem = one_line(error)
+    problem = next(filter(None, of_all_ranks(problem)), None)
+    if problem is not None:
+        problem = f"the model cannot be divided like this: {problem[:_QUOTED]}"
+        raise JobError(problem, where=_WHERE, allowed=_REMEDY)
+    for name, value in constants.items():
+        parameter = model.get_parameter(name).detach()
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).fill_(value)
+
+
+def _places(model: nn.Module) -> list[list[tuple[str, str]]]:
+    """Return for each parameter the modules that have it, with its name there."""
+    found: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
-            tied.setdefault(id(parameter), []).append((name, key))
-    # Kept alive, so that no two have the same id.
-    whole = list(model.parameters())
-    parallelize_module(model, mesh, {name: STYLES[style][1]() for name, style in plan.items()})
-    for places in (tied[id(parameter)] for parameter in whole):
-        first, *others = [(model.get_submodule(name), key) for name, key in places]
-        one = getattr(*first)
+            found.setdefault(parameter, []).append((name, key))
+    return list(found.values())
+
+
+def _retied(model: nn.Module, places: Sequence[Sequence[tuple[str, str]]]) -> str | None:
+    """Make modules that had the same parameter have the same one again; return why they cannot."""
+    for several in places:
+        first, *others = [(model.get_submodule(name), key) for name, key in several]
         for module, key in others:
-            other = getattr(module, key)
-            if isinstance(one, DTensor) != isinstance(other, DTensor) or _placed(one) != _placed(other):
-                names = " and ".join(".".join(filter(None, place)) for place in places)
-                problem = f"{names} are one parameter, and are not divided alike"
-                raise JobError(problem, where="tensor_parallel", allowed="the same division, or none, of both")
-            setattr(module, key, one)
+            if _placed(getattr(module, key)) != _placed(getattr(*first)):
+                names = " and ".join(".".join(filter(None, place)) for place in several)
+                return f"{names} are one parameter, and are not divided alike"
+            setattr(module, key, getattr(*first))
+    return None
 
 
 def _placed(parameter: nn.Parameter) -> object:
     return parameter.placements if isinstance(parameter, DTensor) else None
 
 
-@contextmanager
-def same_step(model: nn.Module, loss: Callable[[], torch.Tensor], seed: int) -> Iterator[None]:
-    """Refuse a model whose step is another one after the body, which divides it.
-
-    The step is made in the modes in which the model trains; its gradients are dropped, and buffers restored.
-
-    Args:
-        model: the model, whole.
-        loss: function that computes the loss of a micro-batch, the same on all ranks that share its samples.
-        seed: random seed of the step, the same on these ranks.
-
-    Raises:
-        JobError: if the divided model's loss, gradients or random numbers are others than the whole model's.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
-            words = f"{name} normalizes over a batch, which ranks that share samples would count several times"
-            raise JobError(words, where=_WHERE, allowed="a mesh without tp")
-    buffers = copy_buffers(model)
-    with randomness.isolated():
-        expected = _step(model, loss, seed)
-        drawn = randomness.capture()
-    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    _clear(model, buffers)
-    yield
-    problem: str | None = None
-    with randomness.isolated():
-        try:
-            found = _step(model, loss, seed)
-        except Exception as error:  # noqa: BLE001 - whatever the model's code raises tells that it cannot be divided
-            problem = f"its loss raises {one_line(error)[:_QUOTED]}"
-        else:
-            problem = _difference(model, expected, found, gradients)
-            if problem is None and randomness.drawn(drawn):
-                problem = "it draws random numbers for divided layers, as dropout does, which ranks would draw alike"
-    _clear(model, buffers)
-    problem = next(filter(None, of_all_ranks(problem)), None)
-    if problem is not None:
-        raise JobError(f"the model cannot be divided like this: {problem}", where=_WHERE, allowed=_REMEDY)
-
-
-def _step(model: nn.Module, loss: Callable[[], torch.Tensor], seed: int) -> float:
-    """Make the passes of a step, and return the loss."""
-    randomness.seed_all(seed)
-    found = loss()
-    if found.requires_grad:
-        found.backward()
-    return float(found.detach())
-
-
-def _clear(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    model.zero_grad(set_to_none=True)
-    write_buffers(model, buffers)
-
-
-def _difference(model: nn.Module, expected: float, found: float, gradients: Mapping[str, torch.Tensor]) -> str | None:
-    """Return how a divided step differs from a whole one beyond rounding; ``None`` if it does not."""
-    if not math.isclose(found, expected, rel_tol=rounding_of(model), abs_tol=1e-6):
-        return f"its loss is {found:.6g} divided and {expected:.6g} whole"
-    floor = floor_of(gradients.values())
+def _with_random_entries(model: nn.Module) -> dict[str, float]:
+    """Give parameters whose entries are all the same random ones, the same on each rank; return what they were."""
+    draw, found = torch.Generator().manual_seed(0), {}
     for name, parameter in model.named_parameters():
-        own: Any = parameter.grad
-        whole = own.full_tensor() if isinstance(own, DTensor) else own
-        if not is_close(whole, gradients.get(name), floor):
+        own = parameter.detach()
+        if own.is_floating_point() and own.numel() and bool((own == own.flatten()[0]).all()):
+            found[name] = float(own.flatten()[0])
+            own.add_(torch.randn(own.shape, generator=draw).to(own), alpha=_STIR)
+    return found
+
+
+@contextmanager
+def _noting_16_bits(layers: Iterable[nn.Module]) -> Iterator[list[torch.dtype]]:
+    """Yield a list that has the 16-bit formats that layers return during the body, as under a loss's own autocast."""
+    found: list[torch.dtype] = []
+
+    def note(_module: nn.Module, _inputs: object, output: object) -> None:
+        if isinstance(output, torch.Tensor) and output.dtype in (torch.bfloat16, torch.float16):
+            found.append(output.dtype)
+
+    handles = [layer.register_forward_hook(note) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tolerances(model: nn.Module, *, is_coarse: bool) -> tuple[float, float]:
+    """Return the relative differences of losses, and of gradients and buffers, that are due to the order of sums."""
+    if is_coarse or any(one.dtype in (torch.bfloat16, torch.float16) for one in model.parameters()):
+        return 5e-3, 5e-2
+    if any(devices.is_accelerator(one.device) for one in model.parameters()):
+        return 1e-4, 1e-2
+    return 1e-5, 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What a model computes from a micro-batch: losses in training and in evaluation, gradients, buffers, and draws."""
+
+    loss: float
+    evaluated: float | None
+    gradients: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    random: Sequence[torch.Tensor]
+
+
+def _tried(model: nn.Module, loss: Callable[[], torch.Tensor], seed: int) -> _Tried:
+    """Return what a model computes; afterwards it has no gradients, and its buffers are as they were."""
+    before = copy_buffers(model)
+    with randomness.isolated():
+        randomness.seed_all(seed)
+        found = loss()
+        if found.requires_grad:
+            found.backward()
+        random = randomness.drawn_states()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    gradients = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in gradients.items()}
+    after = copy_buffers(model)
+    model.zero_grad(set_to_none=True)
+    write_buffers(model, before)
+    evaluated = _evaluated(model, loss, seed)
+    write_buffers(model, before)
+    return _Tried(float(found.detach()), evaluated, gradients, after, random)
+
+
+def _evaluated(model: nn.Module, loss: Callable[[], torch.Tensor], seed: int) -> float | None:
+    """Return the loss in evaluation mode; ``None`` if there is none."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with randomness.isolated(), torch.no_grad():
+            randomness.seed_all(seed)
+            return float(loss())
+    except Exception:  # noqa: BLE001 - a loss may need what a model returns in training alone
+        return None
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _difference(whole: _Tried, found: _Tried, tolerances: tuple[float, float]) -> str | None:
+    """Return how a divided model differs from the whole one beyond rounding; ``None`` if it does not."""
+    of_loss, of_gradient = tolerances
+    losses = [("its loss", found.loss, whole.loss), ("its loss in evaluation mode", found.evaluated, whole.evaluated)]
+    for what, own, other in losses:
+        if not _same_loss(own, other, of_loss):
+            shown = ["none" if one is None else f"{one:.6g}" for one in (own, other)]
+            return f"{what} is {shown[0]} divided and {shown[1]} whole"
+    if found.gradients.keys() != whole.gradients.keys():
+        return "other parameters have a gradient divided than whole"
+    floor = floor_of(whole.gradients.values())
+    for name, gradient in whole.gradients.items():
+        if not _is_close(found.gradients[name], gradient, of_gradient, floor):
             return f"the gradient of {name} is another one divided than whole"
+    for name, buffer in whole.buffers.items():
+        if name not in found.buffers or not _is_close(found.buffers[name], buffer, of_gradient, 1e-6):
+            return f"buffer {name} has other values divided than whole"
+    if not all(map(torch.equal, found.random, whole.random)):
+        return "it draws random numbers for divided layers, as dropout does, which ranks would draw alike"
     return None
+
+
+def _same_loss(one: float | None, two: float | None, tolerance: float) -> bool:
+    if one is None or two is None:
+        return one is two
+    return math.isclose(one, two, rel_tol=tolerance, abs_tol=1e-6)
+
+
+def _is_close(one: torch.Tensor, two: torch.Tensor, tolerance: float, floor: float) -> bool:
+    """Return whether two tensors differ by a small share of the second one's norm, or by less than a floor."""
+    if one.shape != two.shape:
+        return False
+    one, two = (part.to("cpu", torch.float64) if not part.is_complex() else part.to("cpu") for part in (one, two))
+    return bool(torch.linalg.vector_norm(one - two) <= tolerance * torch.linalg.vector_norm(two) + floor)
