@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -201,8 +202,19 @@ def llama() -> Job:
     """Return a job of a model of transformers, with fewer key heads than query heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    return of_transformers("llama", LlamaForCausalLM, LlamaConfig)
+
+
+def qwen() -> Job:
+    """Return a job of a model that normalizes the features of each head by the same weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return of_transformers("qwen", Qwen3ForCausalLM, functools.partial(Qwen3Config, head_dim=4))
+
+
+def of_transformers(name: str, kind: Callable[[Any], nn.Module], settings: Callable[..., Any]) -> Job:
     def build() -> nn.Module:
-        config = LlamaConfig(
+        config = settings(
             vocab_size=12,
             hidden_size=16,
             intermediate_size=24,
@@ -211,10 +223,10 @@ def llama() -> Job:
             num_key_value_heads=2,
             max_position_embeddings=32,
         )
-        return LlamaForCausalLM(config)
+        return kind(config)
 
     def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         found = model(input_ids=batch["tokens"][:, :-1], use_cache=False).logits
         return F.cross_entropy(found.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
-    return make(name="llama", model=build, loss=loss_of, evaluate=lambda model: 0.0)
+    return make(name=name, model=build, loss=loss_of, evaluate=lambda model: 0.0)

@@ -81,7 +81,7 @@ def test_a_run_moves_between_meshes_with_and_without_shared_layers(mesh: str, ra
 
 
 @pytest.mark.parametrize(
-    "names", ["tied,llama", pytest.param("frozen,partly,descending,narrow,cast", marks=pytest.mark.slow)]
+    "names", ["tied,qwen", pytest.param("llama,frozen,partly,descending,narrow,cast", marks=pytest.mark.slow)]
 )
 def test_what_cannot_be_divided_is_refused_and_odd_models_are_trained_exactly(names: str, tmp_path: Path) -> None:
     run_on_ranks("divided_rank.py", tmp_path, "tp=2", names)

@@ -38,7 +38,7 @@ from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.rank_calls import RankCalls
 from autotune.mechanics.shared_norm import share_statistics
 from autotune.mechanics.spread_state import RunState, read_state, save_state
-from autotune.mechanics.tensor_parallel import divide, plan_of
+from autotune.mechanics.tensor_parallel import divide, plan_of, summed_by
 from autotune.mesh import MESH_FORM, Mesh
 from autotune.plan import Plan, Storage
 
@@ -93,6 +93,9 @@ class Fsdp2Engine(RankEngine):
         self._calls: RankCalls | None = None
         self._watching: list[Any] = []
         self._normalizes = False
+        # Ranks that share layers with this one, and the parameters whose gradients they sum.
+        self._layers: Any = None
+        self._summed: list[str] = []
         super().__init__(job, seed=seed, device=device, options=options)
 
     def connect(self, device: str) -> None:
@@ -151,6 +154,7 @@ class Fsdp2Engine(RankEngine):
         devices, layers = devices_of(self.mesh, self.device.type)
         if layers is not None:
             plan = plan_of(self.model, self.job.tensor_parallel, self.mesh.tp)
+            self._layers, self._summed = layers, summed_by(self.model, plan)
             divide(self.model, plan, layers, functools.partial(self._loss, piece, trains=True), self._seed + self.share)
         spread(self.model, contained, self.mesh, self.device.type, reduces_in_16_bit=half, devices=devices)
         if self.world > 1:
@@ -169,6 +173,8 @@ class Fsdp2Engine(RankEngine):
             clip_norm=self.job.clip_norm,
             device_type=self.device.type,
             calls=self._calls,
+            summed=self._summed,
+            layers=self._layers,
         )
 
     def _update_apart(self, optimizer: torch.optim.Optimizer) -> None:

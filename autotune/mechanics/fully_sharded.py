@@ -8,11 +8,11 @@ dimension of replicas is data parallelism (DDP), one of shards is full sharding,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -50,6 +50,8 @@ class FullyShardedUpdate(RankUpdate):
         clip_norm: norm at which gradients are clipped; ``None`` for no clipping.
         device_type: the device's type.
         calls: record of the step's calls, which ranks compare; ``None`` on one rank.
+        summed: names of parameters whose gradients are summed over the ranks that share layers.
+        layers: the ranks that share layers; ``None`` if none do.
     """
 
     def __init__(
@@ -61,12 +63,16 @@ class FullyShardedUpdate(RankUpdate):
         clip_norm: float | None,
         device_type: str,
         calls: RankCalls | None = None,
+        summed: Collection[str] = (),
+        layers: DeviceMesh | None = None,
     ) -> None:
         super().__init__(optimizer, clip_norm=clip_norm, device_type=device_type, order=model.parameters())
         self.model = model
         self.copies, self.sharing = mesh.dp, mesh.tp
         self._mesh = mesh
         self._calls = calls
+        self._summed = [one for name, one in model.named_parameters() if name in summed]
+        self._layers = layers
         self._left = 0
         self._gathering = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -98,6 +104,9 @@ class FullyShardedUpdate(RankUpdate):
         """Return the 2-norm of the reduced gradient, the same on every rank."""
         if self._calls is not None:
             self._calls.end([parameter.grad is not None for parameter in self.parameters])
+        for parameter in self._summed:
+            if self._layers is not None and parameter.grad is not None:
+                distributed.all_reduce(_local(parameter.grad), group=self._layers.get_group())
         return super().unscale()
 
     def shards(self) -> list[tuple[int, torch.Tensor]]:
@@ -106,8 +115,10 @@ class FullyShardedUpdate(RankUpdate):
         return [(index, gradient) for index, gradient in found if gradient.numel()]
 
     def undivided_squares(self) -> float:
-        """Return the squared norm of this rank's part of the gradient of parameters that are not divided."""
-        own = [_local(one.grad) for one in self.parameters if one.grad is not None and not _is_divided(one)]
+        """Return the squared norm of this rank's gradient of parameters that are neither divided nor summed."""
+        summed = set(map(id, self._summed))
+        alike = [one for one in self.parameters if not _is_divided(one) and id(one) not in summed]
+        own = [_local(one.grad) for one in alike if one.grad is not None]
         return math.fsum(float(norm) ** 2 for norm in torch._foreach_norm(own)) if own else 0.0
 
     def repeats(self) -> list[int]:

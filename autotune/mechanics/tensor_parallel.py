@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -42,14 +42,17 @@ STYLES: Mapping[str, tuple[bool, Callable[[], Any]]] = {
     "colwise_rep": (True, lambda: ColwiseParallel(output_layouts=Replicate())),
     "embedding_rowwise": (False, lambda: RowwiseParallel(input_layouts=Replicate())),
 }
+# Of modules that every rank has whole, and to whose gradients ranks add what their parts of the features give.
+SUMMED = "replicated_with_grad_allreduce"
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
-    """Return the style of each layer that is divided, by name.
+    """Return the style of each layer that is divided, or whose gradients are summed, by name.
 
     Args:
         model: the model.
-        given: style by pattern of names such as ``blocks.*.up``, one of :data:`STYLES`; ``None`` for the model's own,
+        given: style by pattern of names such as ``blocks.*.up``, one of :data:`STYLES` or
+            :data:`SUMMED`; ``None`` for the model's own,
             its attribute ``tp_plan``, which models of transformers have.
         ranks: number of ranks that share each sample.
 
@@ -62,19 +65,29 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> di
     if not patterns:
         allowed = "Job(tensor_parallel={'blocks.*.up': 'colwise', ...}), or a model with a tp_plan"
         raise JobError("the job has no plan of tensor parallelism", where=_WHERE, allowed=allowed)
-    layers = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear | nn.Embedding)}
+    modules = dict(model.named_modules())
     found: dict[str, str] = {}
     for pattern, style in patterns.items():
-        if not isinstance(style, str) or style not in STYLES:
-            raise JobError(f"the style of {pattern} is {style!r:.40}", where="tensor_parallel", allowed=list(STYLES))
-        names = [name for name in layers if fnmatchcase(name, pattern)]
+        if not isinstance(style, str) or style not in (*STYLES, SUMMED):
+            raise JobError(
+                f"the style of {pattern} is {style!r:.40}", where="tensor_parallel", allowed=[*STYLES, SUMMED]
+            )
+        kinds = (nn.Module,) if style == SUMMED else (nn.Linear, nn.Embedding)
+        names = [name for name, one in modules.items() if isinstance(one, kinds) and fnmatchcase(name, pattern)]
         if not names:
             problem, allowed = f"{pattern} names no layer of the model", "names of nn.Linear or nn.Embedding"
             raise JobError(problem, where="tensor_parallel", allowed=allowed)
         found |= dict.fromkeys(names, style)
     for name, style in found.items():
-        _require_divisible(name, layers[name], style, ranks)
+        if style != SUMMED:
+            _require_divisible(name, modules[name], style, ranks)
     return found
+
+
+def summed_by(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
+    """Return the names of the parameters whose gradients are summed over the ranks that share layers."""
+    modules = [(name, model.get_submodule(name)) for name, style in plan.items() if style == SUMMED]
+    return [f"{name}.{key}" for name, one in modules for key, _ in one.named_parameters(recurse=False)]
 
 
 def _require_divisible(name: str, layer: nn.Module, style: str, ranks: int) -> None:
@@ -113,15 +126,21 @@ def divide(
         if isinstance(module, _BatchNorm) and module.training:
             words = f"{name} normalizes over a batch, which ranks that share samples would count several times"
             raise JobError(words, where=_WHERE, allowed="a mesh without tp")
-    constants = _with_random_entries(model)
-    with _noting_16_bits([model.get_submodule(name) for name in plan]) as found:
+    constants, styles = _with_random_entries(model), {name: one for name, one in plan.items() if one != SUMMED}
+    with _noting_16_bits([model.get_submodule(name) for name in styles]) as found:
         whole = _tried(model, loss, seed)
     tolerances = _tolerances(model, is_coarse=bool(found))
     places = _places(model)
     try:
         # Modules of torch raise what they like for layers that they cannot divide.
-        parallelize_module(model, mesh, {name: STYLES[style][1]() for name, style in plan.items()})
-        problem = _retied(model, places) or _difference(whole, _tried(model, loss, seed), tolerances)
+        parallelize_module(model, mesh, {name: STYLES[style][1]() for name, style in styles.items()})
+        problem = _retied(model, places)
+        if problem is None:
+            divided = _tried(model, loss, seed)
+            for name in summed_by(model, plan):
+                if name in divided.gradients:
+                    distributed.all_reduce(divided.gradients[name], group=mesh.get_group())
+            problem = _difference(whole, divided, tolerances)
     except InputError as error:
         problem = error.problem
     except Exception as error:  # noqa: BLE001 - whatever torch or the model raises tells that it cannot be divided
