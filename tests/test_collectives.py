@@ -59,6 +59,26 @@ def test_nested_collective_counts_once(group: None):
     assert clock.calls == 1
 
 
+def test_collectives_of_divided_layers_count_if_asked_and_return_what_they_always_return(group: None):
+    from torch.distributed import _functional_collectives as functional
+
+    before, value = functional.all_reduce, torch.arange(10.0)
+    kind = type(before(value, "sum", distributed.group.WORLD))
+    clock = CollectiveClock()
+    with clock.running():
+        assert functional.all_reduce is before
+    with clock.running(of_layers=True):
+        found = functional.all_reduce(value, "sum", distributed.group.WORLD)
+    assert clock.calls == 1
+    with settled_collectives():
+        settled = functional.all_reduce(value, "sum", distributed.group.WORLD)
+    for one in (found, settled):
+        # Callers may wait for it again.
+        assert type(one) is kind
+        assert torch.equal(functional.wait_tensor(one), value)
+    assert functional.all_reduce is before
+
+
 def test_settled_collectives_finish_before_they_return_and_give_unchanged_results(group: None):
     before, value = distributed.all_reduce, torch.arange(1000.0)
     with settled_collectives():

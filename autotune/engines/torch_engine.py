@@ -240,7 +240,7 @@ class TorchEngine(EngineBase):
         self.require_open()
         window = Window(meter=self.energy)
         first_step = self.progress.steps
-        collectives = self.clock.timing_collectives() if self.world > 1 else contextlib.nullcontext()
+        collectives = self.clock.timing_collectives(of_layers=True) if self.world > 1 else contextlib.nullcontext()
         with self._own_randomness(), collectives:
             for _ in range(steps):
                 self._advance(window, sample=self._sample_is_due(first_step))

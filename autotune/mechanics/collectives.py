@@ -68,9 +68,13 @@ class CollectiveClock:
         self._began = 0.0
 
     @contextmanager
-    def running(self) -> Iterator[CollectiveClock]:
-        """Time the body's collectives."""
-        with wrapped_collectives(self._timed, of_layers=True):
+    def running(self, *, of_layers: bool = False) -> Iterator[CollectiveClock]:
+        """Time the body's collectives.
+
+        Args:
+            of_layers: as for :func:`wrapped_collectives`.
+        """
+        with wrapped_collectives(self._timed, of_layers=of_layers):
             yield self
 
     def entered(self) -> None:
@@ -174,8 +178,9 @@ def _arrived(call: Call) -> Call:
     @functools.wraps(call)
     def arrived(*arguments: Any, **named: Any) -> Any:
         found = call(*arguments, **named)
-        wait = getattr(found, "wait", None)
-        return found if wait is None else wait()
+        if hasattr(found, "wait"):
+            found.wait()
+        return found
 
     return arrived
 

@@ -7,7 +7,6 @@ dimension of replicas is data parallelism (DDP), one of shards is full sharding,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -119,7 +118,8 @@ class FullyShardedUpdate(RankUpdate):
         summed = set(map(id, self._summed))
         alike = [one for one in self.parameters if not _is_divided(one) and id(one) not in summed]
         own = [_local(one.grad) for one in alike if one.grad is not None]
-        return math.fsum(float(norm) ** 2 for norm in torch._foreach_norm(own)) if own else 0.0
+        norms = [norm.double() for norm in torch._foreach_norm(own)] if own else []
+        return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def repeats(self) -> list[int]:
         """Return for each parameter how many of the ranks that share layers have this rank's part of its gradient."""

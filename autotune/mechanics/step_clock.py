@@ -57,9 +57,13 @@ class StepClock:
         return borders
 
     @contextmanager
-    def timing_collectives(self) -> Iterator[None]:
-        """Count the body's time in collectives as ``communication``, not as the part in which they run."""
-        with _Communication(self).running():
+    def timing_collectives(self, *, of_layers: bool = False) -> Iterator[None]:
+        """Count the body's time in collectives as ``communication``, not as the part in which they run.
+
+        Args:
+            of_layers: whether collectives within divided layers count, too, which then wait for their tensors.
+        """
+        with _Communication(self).running(of_layers=of_layers):
             yield
 
 
