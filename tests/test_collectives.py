@@ -63,7 +63,9 @@ def test_collectives_of_divided_layers_count_if_asked_and_return_what_they_alway
     from torch.distributed import _functional_collectives as functional
 
     before, value = functional.all_reduce, torch.arange(10.0)
-    kind = type(before(value, "sum", distributed.group.WORLD))
+    first = before(value, "sum", distributed.group.WORLD)
+    kind = type(first)
+    assert torch.equal(functional.wait_tensor(first), value)
     clock = CollectiveClock()
     with clock.running():
         assert functional.all_reduce is before
