@@ -234,7 +234,7 @@ BAD: dict[str, Callable[[Path], tuple[list[str], str]]] = {
         "device is 'abacus' (allowed: cpu",
     ),
     "unknown verb": lambda f: (["frobnicate"], "'frobnicate'. (allowed: demo, profile, plan, calibrate, tune,"),
-    "unknown benchmark": lambda f: (["bench", "nope"], "'nope'. (allowed: overhead, solver, simulator,"),
+    "unknown benchmark": lambda f: (["bench", "nope"], "'nope'. (allowed: overhead, pipelines, solver,"),
     "unknown option": lambda f: (["tune", str(JOB), "--frobnicate"], "frobnicate"),
     "number that is none": lambda f: (["tune", str(JOB), "--seed", "x"], "seed"),
 }

@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from autotune import knobs
-from autotune.choices import STORAGES
+from autotune.choices import DEFAULT_STORAGES, STORAGES
 from autotune.engines.job_checks import ask
 from autotune.engines.rank_engine import RankEngine
 from autotune.engines.rendezvous import join_ranks
@@ -40,14 +40,12 @@ from autotune.mechanics.shared_norm import share_statistics
 from autotune.mechanics.spread_state import RunState, read_state, save_state
 from autotune.mechanics.tensor_parallel import divide, plan_of, summed_by
 from autotune.mesh import MESH_FORM, Mesh
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan
 
 # What torch raises for a view of a tensor whose memory was released.
 _RELEASED = "setStorage"
 # Largest share by which squares of gradients that should be the same differ by rounding.
 _APART = 1e-6
-# Storages that do not look into the operations of a unit.
-_WHOLE_STORAGES = (Storage.SAVE, Storage.GATHERED, Storage.GATHERED_RECOMPUTE, Storage.RECOMPUTE)
 
 
 class Fsdp2Engine(RankEngine):
@@ -135,11 +133,10 @@ class Fsdp2Engine(RankEngine):
 
     def _leave_out_storages(self) -> None:
         """Leave out storages that look into the operations of a unit, which are those of torch's divided tensors."""
-        for storage in self.space.storages:
-            if storage not in _WHOLE_STORAGES:
-                self.locks[f"storage {storage}"] = "units have divided layers, into whose operations it cannot look"
-        storages = tuple(one for one in self.space.storages if one in _WHOLE_STORAGES)
-        self.space = replace(self.space, storages=storages)
+        others = [one for one in self.space.storages if one.released not in DEFAULT_STORAGES]
+        for storage in others:
+            self.locks[f"storage {storage}"] = "units have divided layers, into whose operations it cannot look"
+        self.space = replace(self.space, storages=tuple(one for one in self.space.storages if one not in others))
 
     def _spread(self) -> None:
         """Spread the model over the ranks, if they can train it exactly."""

@@ -121,9 +121,9 @@ class FullyShardedUpdate(RankUpdate):
         norms = [norm.double() for norm in torch._foreach_norm(own)] if own else []
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
-    def repeats(self) -> list[int]:
-        """Return for each parameter how many of the ranks that share layers have this rank's part of its gradient."""
-        return [1 if _is_divided(one) else self.sharing for one in self.parameters]
+    def repeats(self, parameter: nn.Parameter) -> int:
+        """Return how many of the ranks that share layers have this rank's part of a parameter's gradient."""
+        return 1 if _is_divided(parameter) else self.sharing
 
     def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return this rank's weights and buffers by name."""

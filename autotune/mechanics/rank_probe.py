@@ -35,9 +35,9 @@ class RankUpdate(Update, ABC):
     def shards(self) -> list[Shard]:
         """Return this rank's part of the reduced gradient: pieces, flat or whole, with their parameters' indices."""
 
-    def repeats(self) -> list[int]:
-        """Return for each parameter how many of the :attr:`sharing` ranks have this rank's part of its gradient."""
-        return [self.sharing] * len(self.parameters)
+    def repeats(self, parameter: nn.Parameter) -> int:
+        """Return how many of the :attr:`sharing` ranks have this rank's part of a parameter's gradient."""
+        return self.sharing
 
     @abstractmethod
     def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ class RankProbe(GradientProbe):
             squares = torch.stack([norm.float() for norm in torch._foreach_norm(pieces)]).square()
             tiny, present = tiny_counts(pieces)
             whole.index_add_(1, where, torch.stack([squares, tiny, present]))
-        repeats = torch.tensor(self._update.repeats(), dtype=torch.float32, device=device)
+        repeats = torch.tensor([float(self._update.repeats(one)) for one in self._parameters], device=device)
         whole /= repeats
         if copies < world:
             distributed.all_reduce(whole)
