@@ -82,7 +82,7 @@ def test_a_run_moves_between_meshes_with_and_without_shared_layers(mesh: str, ra
     for found in run_ranks(tmp_path, "equals_torch_on_all_meshes", mesh, steps, ranks=ranks):
         one = found["equals_torch_on_all_meshes"]
         assert one["apart"] <= 3e-7
-        assert one["meshes"] >= 3
+        assert one["meshes"] >= (2 if ranks == 2 else 4)
         assert one["failures"] == 0
 
 
