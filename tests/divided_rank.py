@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -11,8 +9,8 @@ from typing import Any
 
 import divided_rank_jobs as jobs
 import torch
-import torch.distributed as dist
 from odd_rank import engine_of, refusal
+from ranks import end_rank
 from sharded_rank import at_random, farthest, on_one_rank, whole
 
 from autotune import EngineOptions, TorchEngine
@@ -59,11 +57,7 @@ def main() -> None:
         "refusals": {name: refusal(lambda name=name: engine_of(mesh, getattr(jobs, name))) for name in REFUSED},  # type: ignore[misc]
         "exactness": exactness(mesh, sys.argv[3]),
     }
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    # Threads that torch leaves behind now and then abort a process as the interpreter ends.
-    os._exit(0)
+    end_rank(folder, found)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from ranks import end_rank
 from sharded_rank import at_random, farthest, make, whole
 from sharded_rank import loss as token_loss
 from small_models import TinyGPT
-from torch import distributed, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autotune import EngineOptions, Job, TorchEngine
@@ -283,11 +282,7 @@ def main() -> None:
         "frozen": compared(make(model=frozen), "pipe=2,units=2/4"),
         "share_of_weights": resident / whole_bytes,
     }
-    (Path(sys.argv[1]) / f"rank{distributed.get_rank()}.json").write_text(json.dumps(found))
-    distributed.barrier()
-    distributed.destroy_process_group()
-    # Threads that torch leaves behind now and then abort a process as the interpreter ends.
-    os._exit(0)
+    end_rank(Path(sys.argv[1]), found)
 
 
 if __name__ == "__main__":

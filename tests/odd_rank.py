@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import sys
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from typing import Any
 import odd_rank_jobs as jobs
 import torch
 import torch.distributed as dist
+from ranks import end_rank
 from sharded_rank import at_random, farthest, on_one_rank, whole
 from torch import nn
 
@@ -159,11 +158,7 @@ def main() -> None:
     folder, mesh = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     found = {name: globals()[name](mesh, folder) for name in sys.argv[3].split(",")}
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    # Threads that torch leaves behind now and then abort a process as the interpreter ends.
-    os._exit(0)
+    end_rank(folder, found)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,17 @@ def assert_troubles_are_shared(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["troubles"]["peak"] == ranks[1]["troubles"]["peak"]
 
 
+def assert_mixes_precisions(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["mixed_precision"] for rank in ranks):
+        assert found["kinds"] == 2
+        assert found["loss_apart"] < 0.02
+
+
+def assert_adapts_as_torch(ranks: list[dict[str, Any]], apart: float) -> None:
+    for found in (rank["adaptive_equals_torch"] for rank in ranks):
+        assert found["apart"] <= apart
+
+
 def assert_reduced_in_16_bit(ranks: list[dict[str, Any]]) -> None:
     for found in (rank["reduced_in_16_bit"] for rank in ranks):
         # bf16 has 8 bits: the updates differ, but little.

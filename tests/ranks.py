@@ -1,11 +1,16 @@
-"""Run a script of the tests on several ranks, as a user would, with a time limit."""
+"""Run a script of the tests on several ranks, as a user would, with a time limit; and end its ranks."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import distributed
 
 TESTS = Path(__file__).parent
 
@@ -36,3 +41,14 @@ def run_on_ranks(file: str, *arguments: object, ranks: int = 2, timeout_s: float
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def end_rank(folder: Path, found: Mapping[str, Any]) -> NoReturn:
+    """End the process of a rank, after it has written what it found to ``rank<number>.json``.
+
+    Threads that torch leaves behind now and then abort a process as the interpreter ends.
+    """
+    (folder / f"rank{distributed.get_rank()}.json").write_text(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+    os._exit(0)

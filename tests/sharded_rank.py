@@ -6,8 +6,6 @@ The ranks train through DeepSpeed if the layout is a ZeRO stage, and through FSD
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import random
 import sys
 import tempfile
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from ranks import end_rank
 from small_models import SharedGPT, TinyGPT
 from torch import nn
 
@@ -315,13 +314,8 @@ def main() -> None:
     folder, what, layout, steps = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
     torch.set_num_threads(1)
     found = {name: globals()[name](layout, steps) for name in what.split(",")}
-    import torch.distributed as dist
 
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    # Threads that torch leaves behind now and then abort a process as the interpreter ends.
-    os._exit(0)
+    end_rank(folder, found)
 
 
 if __name__ == "__main__":

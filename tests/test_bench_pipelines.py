@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autotune.bench import bench_pipelines
 from autotune.cli.main import run
+from autotune.errors import InputError
+from autotune.simulator.random_jobs import draw_job
 
 TESTS = Path(__file__).parent
 
@@ -29,6 +32,12 @@ def test_errors_are_of_the_measured_values_and_the_chosen_layout_is_compared_in_
     assert found["chosen_over_best"] == pytest.approx(1.2)
     assert found["time_error_median"] == pytest.approx(0.35)
     assert found["bubble_error_p90"] == pytest.approx(0.28)
+
+
+def test_models_with_too_many_divisions_are_refused() -> None:
+    found = draw_job(np.random.default_rng(0), depth=(60, 60)).profile
+    with pytest.raises(InputError, match=r"too many divisions of .* units into 4 stages"):
+        bench_pipelines._layouts(found, 4)
 
 
 @pytest.mark.slow

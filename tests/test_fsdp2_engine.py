@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rank_laws import (
+    assert_adapts_as_torch,
     assert_equals_torch,
+    assert_mixes_precisions,
     assert_reduced_in_16_bit,
     assert_storage_is_exact,
     assert_troubles_are_shared,
@@ -243,10 +245,8 @@ def test_meshes_make_the_updates_of_one_process_under_random_plans(mesh: str, ra
     found = run_ranks(tmp_path, "storage_is_exact,troubles,mixed_precision,adaptive_equals_torch", mesh, 30, ranks)
     assert_storage_is_exact(found)
     assert_troubles_are_shared(found)
-    for one in found:
-        assert one["mixed_precision"]["kinds"] == 2
-        assert one["mixed_precision"]["loss_apart"] < 0.02
-        assert one["adaptive_equals_torch"]["apart"] <= 1e-6
+    assert_mixes_precisions(found)
+    assert_adapts_as_torch(found, apart=1e-6)
 
 
 @pytest.mark.slow

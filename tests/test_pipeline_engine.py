@@ -6,7 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from rank_laws import assert_equals_torch, assert_storage_is_exact, assert_troubles_are_shared, run_ranks
+from rank_laws import (
+    assert_adapts_as_torch,
+    assert_equals_torch,
+    assert_mixes_precisions,
+    assert_storage_is_exact,
+    assert_troubles_are_shared,
+    run_ranks,
+)
 from ranks import run_on_ranks
 
 from autotune import RankOptions
@@ -48,10 +55,8 @@ def assert_exact(folder: Path, layout: str, steps: int, ranks: int = 2) -> None:
     assert_equals_torch(found, steps, apart=0.0)
     assert_storage_is_exact(found)
     assert_troubles_are_shared(found)
-    for one in found:
-        assert one["mixed_precision"]["kinds"] == 2
-        assert one["mixed_precision"]["loss_apart"] < 0.02
-        assert one["adaptive_equals_torch"]["apart"] == 0
+    assert_mixes_precisions(found)
+    assert_adapts_as_torch(found, apart=0.0)
 
 
 def test_pipeline_makes_the_updates_of_one_process_under_random_plans(tmp_path: Path) -> None:

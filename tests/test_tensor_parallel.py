@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from rank_laws import (
+    assert_adapts_as_torch,
     assert_equals_torch,
+    assert_mixes_precisions,
     assert_reduced_in_16_bit,
     assert_storage_is_exact,
     assert_troubles_are_shared,
@@ -46,10 +48,8 @@ def assert_laws(found: list[dict[str, Any]], steps: int) -> None:
     assert_storage_is_exact(found)
     assert_troubles_are_shared(found)
     assert_reduced_in_16_bit(found)
-    for one in found:
-        assert one["mixed_precision"]["kinds"] == 2
-        assert one["mixed_precision"]["loss_apart"] < 0.02
-        assert one["adaptive_equals_torch"]["apart"] <= 3e-7
+    assert_mixes_precisions(found)
+    assert_adapts_as_torch(found, apart=3e-7)
 
 
 LAWS = "equals_torch,storage_is_exact,troubles,mixed_precision,adaptive_equals_torch,reduced_in_16_bit"

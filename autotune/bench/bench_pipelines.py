@@ -6,6 +6,7 @@ Run as a module, this file is one of the ranks.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ _STEPS = 4
 _PASSES = ("compute", "communication", "synchronisation")
 # Divisions of the units that are measured under each schedule, from the one that is predicted to be fastest.
 _DIVISIONS = 6
+# Divisions that are predicted, at most.
+_MOST = 10_000
 
 
 def bench_pipelines(job: str, *, ranks: int, rounds: int, seed: int = 0, reporter: Reporter = SILENT) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def bench_pipelines(job: str, *, ranks: int, rounds: int, seed: int = 0, reporte
         reporter: shows progress.
 
     Raises:
-        InputError: if the job cannot be divided into as many stages, or is never cut.
+        InputError: if the job has too few units for the stages, or too many to predict every division.
         EngineError: if a rank fails; the message quotes its exception.
     """
     if ranks < 2:
@@ -105,6 +108,9 @@ def _layouts(measured: Profile, ranks: int) -> list[tuple[Pipeline, list[int]]]:
         ks = [k for k in measured.accumulation_choices if stages == ranks or k % ranks == 0]
         if stages > units or not ks:
             continue
+        if math.comb(units - 1, stages - 1) > _MOST:
+            problem = f"there are too many divisions of {units} units into {stages} stages"
+            raise InputError(problem, where="bench pipelines", allowed=f"a job and ranks with at most {_MOST}")
         layouts = [Pipeline(ranks=ranks, schedule=schedule, units=counts) for counts in _divisions(units, stages)]
         fastest = {one: min(predicted_step(measured, one, k).seconds for k in ks) for one in layouts}
         found += [(one, ks) for one in sorted(layouts, key=fastest.__getitem__)[:_DIVISIONS]]
