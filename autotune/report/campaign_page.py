@@ -115,7 +115,8 @@ def _commands(run: CampaignRun) -> list[str]:
     folder, job = shlex.quote(str(run.folder)), shlex.quote(run.config.asked.job or "JOB")
     commands = [_command_of(run)]
     if run.plan is not None:
-        commands += [f"autotune explain {folder}", f"autotune export {folder}/plan.json --job {job} --to deepspeed"]
+        target = "deepspeed" if run.plan.launch.mesh is None else "accelerate"
+        commands += [f"autotune explain {folder}", f"autotune export {folder}/plan.json --job {job} --to {target}"]
     if not run.compared:
         ranks = run.config.asked.ranks
         parts = ["autotune", "compare", run.config.asked.job or "JOB", "--arms", f"baseline,{run.folder}/plan.json"]

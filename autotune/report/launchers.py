@@ -9,6 +9,7 @@ from typing import Any
 from autotune import knobs
 from autotune.choices import DEFAULT_STORAGES, Storage
 from autotune.engines.deepspeed_config import STAGES
+from autotune.mesh import Mesh
 from autotune.pipeline import Pipeline
 from autotune.plan import Plan, Precision
 from autotune.report.export_targets import Export, Launched
@@ -254,7 +255,8 @@ def own_launch(plan: Plan) -> str:
     if stage := chosen.pop("zero_stage", 0):
         chosen["zero_stage"] = f"{stage} (autotune export --to deepspeed does)"
     if mesh := chosen.pop("mesh", None):
-        chosen["mesh"] = f"{mesh} (autotune export --to accelerate, torchtitan or python does)"
+        able = "accelerate or torchtitan" if Mesh.parse(mesh).tp > 1 else "accelerate, torchtitan or python"
+        chosen["mesh"] = f"{mesh} (autotune export --to {able} does)"
     if pipeline := chosen.pop("pipeline", None):
         ranks = Pipeline.parse(pipeline).ranks
         chosen["pipeline"] = f"{pipeline} (torchtitan has --parallelism.pipeline_parallel_degree={ranks})"
