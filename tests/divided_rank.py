@@ -14,23 +14,25 @@ from ranks import end_rank
 from sharded_rank import at_random, farthest, on_one_rank, whole
 
 from autotune import EngineOptions, TorchEngine
+from autotune.engines.fsdp2_engine import Fsdp2Engine
 from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.fully_sharded import _is_divided, _local
 
 REFUSED = (
     *("unplanned", "unknown", "nameless", "uneven", "fused", "dropping", "normed", "apart", "statistics", "several"),
-    *("gated", "remembering", "judged", "penalised", "rooted", "weighed"),
+    *("gated", "remembering", "judged", "penalised", "rooted", "weighed", "undividing", "raising_plan", "infinite"),
 )
 OPTIONS = EngineOptions(meter_memory=False, statistics_every=None)
 
 
 def exactness(mesh: str, names: str) -> dict[str, float]:
-    """Train under a random plan at every step, and return how far the weights are from those of one process."""
+    """Train under a random plan at every step, and return how far all is from what one process has."""
     found, draw = {}, random.Random(4)
     for name in names.split(","):
         made: Any = getattr(jobs, name)
         job = made() if callable(made) else made
         engine, plain = engine_of(mesh, job), TorchEngine(job, options=OPTIONS)
+        found[f"{name} begins"] = farthest(whole(engine), [one.detach() for one in plain.model.parameters()])
         for _ in range(8):
             plan = at_random(engine.space, draw)
             engine.apply(plan)
@@ -49,13 +51,31 @@ def exactness(mesh: str, names: str) -> dict[str, float]:
     return found
 
 
+def variances(mesh: str, names: str) -> dict[str, tuple[float, float]]:
+    """Return the variance of the gradients of a step of several micro-batches, with that of one process."""
+    found = {}
+    for name in names.split(","):
+        made: Any = getattr(jobs, name)
+        job, options = made() if callable(made) else made, EngineOptions(meter_memory=False, statistics_every=1)
+        engine, plain = Fsdp2Engine(job, mesh=mesh, options=options), TorchEngine(job, options=options)
+        for one in (engine, plain):
+            one.apply(one.plan.changed(accumulation_steps=job.accumulation_choices[-1]))
+            one.run(1)
+        latest = [one.monitor.state.latest for one in (engine, plain)]
+        found[name] = tuple(float(one.variance) for one in latest)  # type: ignore[arg-type,union-attr]
+        engine.close()
+    return found
+
+
 def main() -> None:
     """Meet all jobs, and write the results of this rank."""
     folder, mesh = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     found = {
         "refusals": {name: refusal(lambda name=name: engine_of(mesh, getattr(jobs, name))) for name in REFUSED},  # type: ignore[misc]
+        "late": refusal(lambda: engine_of(mesh, jobs.late).run(4)),
         "exactness": exactness(mesh, sys.argv[3]),
+        "variances": variances(mesh, sys.argv[3]),
     }
     end_rank(folder, found)
 

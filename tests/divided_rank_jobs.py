@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sharded_rank import loss, make
+from sharded_rank import batches, loss, make
 from small_models import SharedBlock, SharedGPT, TinyGPT
 from torch import nn
 
@@ -140,6 +141,50 @@ class Weighed(SharedGPT):
         nn.utils.parametrizations.weight_norm(self.blocks[0].up)
 
 
+class RaisingPlan(SharedGPT):
+    """A model whose plan cannot be read."""
+
+    @property
+    def tp_plan(self) -> None:  # type: ignore[override]
+        raise ValueError("no plan here")
+
+
+class Tempered(SharedGPT):
+    """A model with small positive temperatures, of whose logarithms its output is made, and buffers of odd values."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+        self.temperatures = nn.Parameter(torch.full((8,), 0.05))
+        for number, block in enumerate(self.blocks):
+            nn.init.constant_(block.up.weight, -0.0)
+            block.register_buffer("mask", torch.full((6, 6), -math.inf).triu(1))
+            block.register_buffer("unseen", torch.tensor(math.nan) if number else torch.eye(3).to_sparse())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.temperatures.log().mean()
+
+
+class Late(SharedGPT):
+    """A model whose divided features are part of the loss from the third step on."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
+        self.blocks[1] = PenalisedBlock(16, dropout)
+
+
+def late_batches(seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    for number, batch in enumerate(batches(seed)):
+        yield {**batch, "weight": torch.full((len(batch["tokens"]),), float(number >= 2))}
+
+
+def late_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return loss(model, batch) + batch["weight"].mean() * model.blocks[1].penalty  # type: ignore[index,union-attr,operator]
+
+
+def infinite_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return loss(model, batch) / 0
+
+
 class Tied(SharedGPT):
     """A model whose head has the embedding's weight."""
 
@@ -188,9 +233,14 @@ judged = job("judged", odd(JudgedBlock))
 penalised = job("penalised", odd(PenalisedBlock), loss=penalised_loss)
 rooted = job("rooted", Rooted)
 weighed = job("weighed", Weighed)
+undividing = job("undividing", SharedGPT, {"blocks.*.norm": "replicated_with_grad_allreduce"})
+raising_plan = job("raising_plan", RaisingPlan)
+infinite = job("infinite", SharedGPT, loss=infinite_loss)
+late = job("late", Late, batches=late_batches, loss=late_loss, evaluate=lambda model: 0.0)
 several = job("several", SharedGPT, optimizer=foreach)
 
 tied = job("tied", Tied)
+tempered = job("tempered", Tempered)
 frozen = job("frozen", Frozen)
 cast = job("cast", SharedGPT, loss=cast_loss)
 partly = job("partly", SharedGPT, UP_AND_DOWN)

@@ -22,7 +22,7 @@ from autotune.engines.torch_engine import EngineOptions, Progress
 from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.measurement import Measurement
-from autotune.mechanics import cutting, stepping
+from autotune.mechanics import cutting, devices, stepping
 from autotune.mechanics.agreed_use import contained_units, require_separate_samples
 from autotune.mechanics.fully_sharded import (
     FullyShardedProbe,
@@ -44,8 +44,9 @@ from autotune.plan import Plan
 
 # What torch raises for a view of a tensor whose memory was released.
 _RELEASED = "setStorage"
-# Largest share by which squares of gradients that should be the same differ by rounding.
-_APART = 1e-6
+# Largest share by which losses, or squares of gradients, may differ that should be the same: by the order in which
+# ranks are added up, and on accelerators by operations that are not repeatable.
+_APART, _APART_ON_DEVICES = 1e-12, 1e-4
 
 
 class Fsdp2Engine(RankEngine):
@@ -148,12 +149,12 @@ class Fsdp2Engine(RankEngine):
         # Units whose outputs are written to in place gather no weights of their own.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         half = knobs.reduces_in_16_bit(self.job.launch.knobs)
-        devices, layers = devices_of(self.mesh, self.device.type)
+        between, layers = devices_of(self.mesh, self.device.type)
         if layers is not None:
             plan = plan_of(self.model, self.job.tensor_parallel, self.mesh.tp)
             self._layers, self._summed = layers, summed_by(self.model, plan)
             divide(self.model, plan, layers, functools.partial(self._loss, piece, trains=True), self._seed + self.share)
-        spread(self.model, contained, self.mesh, self.device.type, reduces_in_16_bit=half, devices=devices)
+        spread(self.model, contained, self.mesh, self.device.type, reduces_in_16_bit=half, devices=between)
         if self.world > 1:
             self._calls = RankCalls([*contained, ""], "fsdp2")
             self._watching = self._calls.watch(self.model)
@@ -253,27 +254,26 @@ class Fsdp2Engine(RankEngine):
         """Return the mean loss per item of the whole step, of which all ranks have called the same units."""
         if self._calls is None:
             return super().total(losses)
-        own = self.loss_here(losses)
-        shared = torch.tensor([own, *self._alike(), *self._calls.pieces()], dtype=torch.float64, device=self.device)
+        own = float(self.loss_here(losses))
+        alike = [own, self._sharded.undivided_squares()] if self.mesh.tp > 1 else []
+        # Of values that ranks which share layers all have, these sum to 0.
+        sign = self.mesh.tp - 1 if self.rank % self.mesh.tp == 0 else -1
+        sums = [number for value in alike for number in (sign * value, abs(value))]
+        shared = torch.tensor([own, *self._calls.pieces(), *sums], dtype=torch.float64, device=self.device)
         distributed.all_reduce(shared)
-        total, apart, whole, *calls = shared.tolist()
+        total, *calls = shared.tolist()
+        sums = [calls.pop() for _ in sums][::-1]
         self._calls.require_same(calls)
-        if abs(apart) > _APART * whole:
-            problem = "ranks that share layers have different gradients of weights that they all have"
+        tolerance = _APART_ON_DEVICES if devices.is_accelerator(self.device) else _APART
+        if any(abs(apart) > tolerance * whole for apart, whole in zip(sums[::2], sums[1::2], strict=True)):
+            problem = "ranks that share layers have different losses, or gradients of weights that they all have"
             raise JobError(problem, where="engine fsdp2", allowed="a mesh without tp")
         return float(total)
 
-    def _alike(self) -> tuple[float, float]:
-        """Return numbers of which the first sums to 0 if all ranks that share layers have the same gradients.
-
-        They are of the weights that all of these ranks have. The second one is of the size of the first's summands.
-        """
-        update, layers = self.ranked, self.mesh.tp
-        assert isinstance(update, FullyShardedUpdate)
-        if layers == 1:
-            return 0.0, 0.0
-        squares = update.undivided_squares()
-        return (squares * (layers - 1) if self.rank % layers == 0 else -squares), squares
+    @property
+    def _sharded(self) -> FullyShardedUpdate:
+        assert isinstance(self.update, FullyShardedUpdate)
+        return self.update
 
     def close(self) -> None:
         """Release the model's units, gradients and batches, and stop noting its calls."""
@@ -323,7 +323,7 @@ class Fsdp2Engine(RankEngine):
 
     def probe(self) -> GradientProbe:
         """Return the probe that observes a sampled step's gradients on all ranks."""
-        return FullyShardedProbe(self.model, self.ranked, self._bearing)
+        return FullyShardedProbe(self.model, self._sharded, self._bearing)
 
     def _loss(self, batch: Any, *, trains: bool = False) -> torch.Tensor:
         """Return the loss of a batch by the job's own function, with its graph if the batch is to train the model."""

@@ -358,6 +358,8 @@ class LiveTuner:
             batch: its first micro-batch: any tree of tensors with samples in dimension 0; one without samples counts as
                 one sample.
         """
+        if self._facts.mode is Mode.EXACT:
+            self.learn_accumulation()
         self._begin(batch, bounded=True)
 
     def recompute_outside_steps(self) -> None:

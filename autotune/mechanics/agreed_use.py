@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.errors import JobError
 from autotune.mechanics import controls, cutting, devices, randomness
-from autotune.mechanics.buffers import copy_buffers, undo_writes
+from autotune.mechanics.buffers import copy_buffers, equal_buffers, undo_writes
 from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.rank_calls import different_calls
 from autotune.mechanics.weight_use import weight_use
@@ -136,7 +136,7 @@ def _changed_sums(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[
     """Return the sum and the sum of absolute values of each buffer that has changed, by name, without BatchNorm's."""
     norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _BatchNorm))
     now = {name: one for name, one in model.named_buffers() if not name.startswith(norms)}
-    changed = [name for name, one in before.items() if name in now and not torch.equal(now[name].to(one.device), one)]
+    changed = [name for name, one in before.items() if name in now and not equal_buffers(now[name], one)]
     parts = {name: torch.view_as_real(now[name]) if now[name].is_complex() else now[name] for name in changed}
     wide = {name: part.double() for name, part in parts.items()}
     return {name: (float(one.sum()), float(one.abs().sum())) for name, one in wide.items()}

@@ -132,13 +132,14 @@ def drop_constants(module: nn.Module, copies: dict[str, torch.Tensor]) -> bool:
     current = dict(module.named_buffers())
     known = _constants.setdefault(module, {})
     for name in large:
-        if name in current and _equal(current[name], copies[name]):
+        if name in current and equal_buffers(current[name], copies[name]):
             del copies[name]
             known[name] = Constant(weakref.ref(current[name]), version_of(current[name]))
     return bool(known)
 
 
-def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+def equal_buffers(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two buffers, maybe on different devices, have the same layout and values."""
     if isinstance(one, FakeTensor):
         # It has no values; a large buffer is nearly always a constant.
         return True
@@ -182,4 +183,4 @@ def write_buffers(module: nn.Module, copies: Mapping[str, torch.Tensor]) -> None
 def undo_writes(module: nn.Module, copies: Mapping[str, torch.Tensor]) -> None:
     """Write copied values back into those buffers of a module that have changed; a buffer may share its elements."""
     buffers = dict(module.named_buffers())
-    write_buffers(module, {name: one for name, one in copies.items() if not _equal(buffers[name], one)})
+    write_buffers(module, {name: one for name, one in copies.items() if not equal_buffers(buffers[name], one)})

@@ -121,6 +121,21 @@ class FullyShardedUpdate(RankUpdate):
         norms = [norm.double() for norm in torch._foreach_norm(own)] if own else []
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
+    def whole_part(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a micro-batch's gradient, with what ranks that share layers add to it.
+
+        Args:
+            parameter: one of the update's parameters.
+            gradient: its gradient on this rank, before it is reduced.
+        """
+        if isinstance(gradient, DTensor):
+            placement = _placements(parameter)[_LAYERS]
+            return gradient.redistribute(placements=[placement]).to_local()
+        if self._layers is not None and any(one is parameter for one in self._summed):
+            gradient = gradient.clone()
+            distributed.all_reduce(gradient, group=self._layers.get_group())
+        return gradient
+
     def repeats(self, parameter: nn.Parameter) -> int:
         """Return how many of the ranks that share layers have this rank's part of a parameter's gradient."""
         return 1 if _is_divided(parameter) else self.sharing
@@ -165,9 +180,9 @@ class FullyShardedProbe(RankProbe):
         bearing: for every micro-batch of every rank, in order of ranks, whether it has loss-bearing items.
     """
 
-    def __init__(self, model: nn.Module, update: RankUpdate, bearing: Sequence[bool]) -> None:
+    def __init__(self, model: nn.Module, update: FullyShardedUpdate, bearing: Sequence[bool]) -> None:
         super().__init__(update, bearing)
-        self._model = model
+        self._model, self._sharded = model, update
         places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._unnoted = {
             name: place for name, one in model.named_parameters() if (place := places.get(id(one))) is not None
@@ -180,9 +195,8 @@ class FullyShardedProbe(RankProbe):
         return self
 
     def _note(self, index: int) -> Any:
-        note = super()._note(index)
-        # Of a divided layer, each rank notes its own part.
-        return lambda gradient: note(_local(gradient))
+        note, parameter = super()._note(index), self._parameters[index]
+        return lambda gradient: note(self._sharded.whole_part(parameter, gradient.detach()))
 
     def _watch(self, prefix: str) -> Callable[..., None]:
         def gathered(module: nn.Module, _args: object) -> None:
@@ -357,10 +371,14 @@ def devices_of(mesh: Mesh, device_type: str) -> tuple[DeviceMesh, DeviceMesh | N
 
 def _is_divided(parameter: nn.Parameter) -> bool:
     """Return whether ranks that share layers have different parts of a parameter."""
+    return isinstance(_placements(parameter).get(_LAYERS), Shard)
+
+
+def _placements(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return how a parameter is placed along each dimension of its mesh, by name; empty if it is on none."""
     if not isinstance(parameter, DTensor):
-        return False
-    placements = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False))
-    return isinstance(placements.get(_LAYERS), Shard)
+        return {}
+    return dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False))
 
 
 def _is_gathered(parameter: nn.Parameter) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -59,9 +59,7 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> di
     Raises:
         JobError: if there is no plan, a style is unknown, a pattern names no layer, or a layer cannot be divided.
     """
-    patterns = given if given is not None else getattr(model, "tp_plan", None)
-    if patterns and not (isinstance(patterns, Mapping) and all(isinstance(one, str) for one in patterns)):
-        raise JobError(f"tp_plan of the model is {patterns!r:.80}", where=_WHERE, allowed="styles by name of layers")
+    patterns = _own_plan(model) if given is None else given
     if not patterns:
         allowed = "Job(tensor_parallel={'blocks.*.up': 'colwise', ...}), or a model with a tp_plan"
         raise JobError("the job has no plan of tensor parallelism", where=_WHERE, allowed=allowed)
@@ -78,16 +76,36 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> di
             problem, allowed = f"{pattern} names no layer of the model", "names of nn.Linear or nn.Embedding"
             raise JobError(problem, where="tensor_parallel", allowed=allowed)
         found |= dict.fromkeys(names, style)
+    if set(found.values()) == {SUMMED}:
+        raise JobError("the plan of tensor parallelism divides no layer", where=_WHERE, allowed=list(STYLES))
     for name, style in found.items():
         if style != SUMMED:
             _require_divisible(name, modules[name], style, ranks)
     return found
 
 
+def _own_plan(model: nn.Module) -> Mapping[str, str] | None:
+    """Return the model's own plan; ``None`` if it has none.
+
+    Raises:
+        JobError: if its plan is no mapping of names.
+    """
+    allowed = "styles by name of layers"
+    try:
+        found = getattr(model, "tp_plan", None)
+    except Exception as error:
+        problem = f"tp_plan of the model raises {one_line(error)[:_QUOTED]}"
+        raise JobError(problem, where=_WHERE, allowed=allowed) from error
+    if found is not None and not (isinstance(found, Mapping) and all(isinstance(one, str) for one in found)):
+        raise JobError(f"tp_plan of the model is {found!r:.80}", where=_WHERE, allowed=allowed)
+    return found
+
+
 def summed_by(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
     """Return the names of the parameters whose gradients are summed over the ranks that share layers."""
     modules = [(name, model.get_submodule(name)) for name, style in plan.items() if style == SUMMED]
-    return [f"{name}.{key}" for name, one in modules for key, _ in one.named_parameters(recurse=False)]
+    own = [(name, key) for name, one in modules for key, _ in one.named_parameters(recurse=False)]
+    return [".".join(filter(None, place)) for place in own]
 
 
 def _require_divisible(name: str, layer: nn.Module, style: str, ranks: int) -> None:
@@ -108,8 +126,9 @@ def divide(
     """Divide layers of a model in place; refuse a model that then computes something else.
 
     A step is made in the modes in which the model trains, and a forward pass in evaluation mode, whole and divided. In
-    them, parameters whose entries are all the same, such as a gate that begins at 0, have random entries: they would
-    hide what depends on them. Layers that have the same weight still have the same one after it.
+    them, parameters whose entries are all the same, such as a gate that begins at 0, have random entries, if the loss
+    is finite with them: they would hide what depends on them. Layers that have the same weight still have the same one
+    after it.
 
     Args:
         model: the model, the same on each rank; its gradients are dropped.
@@ -126,9 +145,9 @@ def divide(
         if isinstance(module, _BatchNorm) and module.training:
             words = f"{name} normalizes over a batch, which ranks that share samples would count several times"
             raise JobError(words, where=_WHERE, allowed="a mesh without tp")
-    constants, styles = _with_random_entries(model), {name: one for name, one in plan.items() if one != SUMMED}
+    styles = {name: one for name, one in plan.items() if one != SUMMED}
     with _noting_16_bits([model.get_submodule(name) for name in styles]) as found:
-        whole = _tried(model, loss, seed)
+        whole, noise = _tried_with_noise(model, loss, seed)
     tolerances = _tolerances(model, is_coarse=bool(found))
     places = _places(model)
     try:
@@ -136,7 +155,8 @@ def divide(
         parallelize_module(model, mesh, {name: STYLES[style][1]() for name, style in styles.items()})
         problem = _retied(model, places)
         if problem is None:
-            divided = _tried(model, loss, seed)
+            with _stirred(model, noise):
+                divided = _tried(model, loss, seed)
             for name in summed_by(model, plan):
                 if name in divided.gradients:
                     distributed.all_reduce(divided.gradients[name], group=mesh.get_group())
@@ -149,9 +169,6 @@ def divide(
     if problem is not None:
         problem = f"the model cannot be divided like this: {problem[:_QUOTED]}"
         raise JobError(problem, where=_WHERE, allowed=_REMEDY)
-    for name, value in constants.items():
-        parameter = model.get_parameter(name).detach()
-        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).fill_(value)
 
 
 def _places(model: nn.Module) -> list[list[tuple[str, str]]]:
@@ -179,15 +196,70 @@ def _placed(parameter: nn.Parameter) -> object:
     return parameter.placements if isinstance(parameter, DTensor) else None
 
 
-def _with_random_entries(model: nn.Module) -> dict[str, float]:
-    """Give parameters whose entries are all the same random ones, the same on each rank; return what they were."""
+def _tried_with_noise(
+    model: nn.Module, loss: Callable[[], torch.Tensor], seed: int
+) -> tuple[_Tried, dict[str, torch.Tensor]]:
+    """Return what a whole model computes with noise in parameters whose entries are all the same, and the noise.
+
+    Where a loss is not finite with it, as that of a small temperature's logarithm, there is less, and at last none.
+
+    Raises:
+        JobError: if the loss raises or is not finite without noise either, on any rank.
+    """
+    for noise in (_noise(model, scaled=False), _noise(model, scaled=True), {}):
+        tried, problem = None, None
+        try:
+            with _stirred(model, noise):
+                tried = _tried(model, loss, seed)
+            if not math.isfinite(tried.loss):
+                problem = f"the loss of the first micro-batch is {tried.loss}"
+        except InputError as error:
+            problem = error.problem
+        except Exception as error:  # noqa: BLE001 - the model's backward pass may raise anything
+            problem = one_line(error)
+        model.zero_grad(set_to_none=True)
+        # All ranks go on with the same noise.
+        problem = next(filter(None, of_all_ranks(problem)), None)
+        if problem is None and tried is not None:
+            return tried, noise
+    problem = f"division cannot be tried: {str(problem)[:_QUOTED]}"
+    raise JobError(problem, where=_WHERE, allowed="a loss that is finite at the first weights, or a mesh without tp")
+
+
+def _noise(model: nn.Module, *, scaled: bool) -> dict[str, torch.Tensor]:
+    """Return noise for each parameter whose entries are all the same, the same on each rank.
+
+    Args:
+        model: the model.
+        scaled: whether it is in proportion to the entries, so that these keep their sign.
+    """
     draw, found = torch.Generator().manual_seed(0), {}
     for name, parameter in model.named_parameters():
         own = parameter.detach()
         if own.is_floating_point() and own.numel() and bool((own == own.flatten()[0]).all()):
-            found[name] = float(own.flatten()[0])
-            own.add_(torch.randn(own.shape, generator=draw).to(own), alpha=_STIR)
+            noise = _STIR * torch.randn(own.shape, generator=draw)
+            found[name] = (noise.clamp(-0.5, 0.5) * float(own.flatten()[0]) if scaled else noise).to(own)
     return found
+
+
+@contextmanager
+def _stirred(model: nn.Module, noise: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Add noise to parameters during the body; afterwards they have the bits that they had."""
+    changed = []
+    for name, added in noise.items():
+        own: Any = model.get_parameter(name).detach()
+        part: Any = added
+        if isinstance(own, DTensor):
+            part = distribute_tensor(added, own.device_mesh, own.placements, src_data_rank=None).to_local()
+            own = own.to_local()
+        changed.append((own, own.clone()))
+        own.add_(part)
+    try:
+        yield
+    finally:
+        # Some may share their memory.
+        for own, former in reversed(changed):
+            own.copy_(former)
 
 
 @contextmanager
@@ -210,7 +282,7 @@ def _noting_16_bits(layers: Iterable[nn.Module]) -> Iterator[list[torch.dtype]]:
 def _tolerances(model: nn.Module, *, is_coarse: bool) -> tuple[float, float]:
     """Return the relative differences of losses, and of gradients and buffers, that are due to the order of sums."""
     if is_coarse or any(one.dtype in (torch.bfloat16, torch.float16) for one in model.parameters()):
-        return 5e-3, 5e-2
+        return 2e-2, 5e-2
     if any(devices.is_accelerator(one.device) for one in model.parameters()):
         return 1e-4, 1e-2
     return 1e-5, 1e-4
@@ -286,12 +358,17 @@ def _difference(whole: _Tried, found: _Tried, tolerances: tuple[float, float]) -
 def _same_loss(one: float | None, two: float | None, tolerance: float) -> bool:
     if one is None or two is None:
         return one is two
-    return math.isclose(one, two, rel_tol=tolerance, abs_tol=1e-6)
+    return math.isclose(one, two, rel_tol=tolerance, abs_tol=1e-6) or (math.isnan(one) and math.isnan(two))
 
 
 def _is_close(one: torch.Tensor, two: torch.Tensor, tolerance: float, floor: float) -> bool:
     """Return whether two tensors differ by a small share of the second one's norm, or by less than a floor."""
     if one.shape != two.shape:
         return False
-    one, two = (part.to("cpu", torch.float64) if not part.is_complex() else part.to("cpu") for part in (one, two))
+    one, two = (part.to_dense() if part.layout is not torch.strided else part for part in (one, two))
+    one, two = (part.to("cpu") if part.is_complex() else part.to("cpu", torch.float64) for part in (one, two))
+    finite = two.isfinite()
+    if not torch.equal(one.isfinite(), finite) or not torch.equal(*(part[~finite].nan_to_num() for part in (one, two))):
+        return False
+    one, two = one[finite], two[finite]
     return bool(torch.linalg.vector_norm(one - two) <= tolerance * torch.linalg.vector_norm(two) + floor)

@@ -40,6 +40,8 @@ GRADIENTS = 20
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 # Allowed on stderr before the one line: stages, under --json, and log messages.
 _BESIDE = re.compile(r"Training .* for real inside |.* \.\.\.$|(INFO|WARNING): |warning: ")
+# Options that name a folder to write to, or one that is made.
+_FOLDERS = {"--runs-dir", "--figures", "--csv", "--parquet", "--out", "--folder"}
 _Entry = tuple[int, ...]
 
 
@@ -136,9 +138,9 @@ def _named_elsewhere(arguments: Sequence[str], root: Path) -> list[str]:
 
 
 def _asked_to_write(arguments: Sequence[str], root: Path) -> list[str]:
-    """Return how paths begin in the folders that the command line names for runs, and of probes where one is to be."""
-    words = " ".join(arguments).replace("--runs-dir=", "--runs-dir ").split(" ")
-    named = [guard.real_path(root / "work" / then) for word, then in pairwise(words) if word == "--runs-dir" and then]
+    """Return how paths begin in the folders that the command line is to write to, and of probes where one is to be."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    named = [guard.real_path(root / "work" / then) for word, then in pairwise(words) if word in _FOLDERS and then]
     paths = [Path(path) for path in named if path is not None]
     nearest = [next(parent for parent in (path, *path.parents) if os.access(parent, os.F_OK)) for path in paths]
     return [*(f"{path}/" for path in paths), *(str(parent / ".autotune-") for parent in nearest)]
