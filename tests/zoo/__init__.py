@@ -14,6 +14,8 @@ it has trained to ``run.keep``. It must be bit-identical each time. A module may
     a part of the reason why nothing can be switched.
 ``SURPRISES``
     steps that need more memory than any before, unpredictably: only these may exceed the budget.
+``SPREAD``
+    share by which peaks of like steps differ unpredictably: by so much, the budget may be exceeded.
 ``STAYS_LEAN``
     why only the leanest plan is used under a budget.
 ``MODES``

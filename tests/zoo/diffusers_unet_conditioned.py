@@ -1,7 +1,8 @@
-"""The U-Net of Stable Diffusion, conditioned on texts by cross-attention."""
+"""The U-Net of Stable Diffusion, conditioned on texts by cross-attention; a bar shows the progress."""
 
 import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
+from tqdm.auto import tqdm
 
 from zoo import VOCABULARY, Run, images, texts
 
@@ -23,7 +24,8 @@ def train(run: Run) -> None:
     noises = DDPMScheduler(num_train_timesteps=100, prediction_type="v_prediction")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     tuner = run.attach(model, optimizer, clip_norm=1.0)
-    for (clean, _), captions in zip(images(run.steps, side=8), texts(run.steps, length=6), strict=True):
+    pairs = zip(images(run.steps, side=8), texts(run.steps, length=6), strict=True)
+    for (clean, _), captions in tqdm(pairs, total=run.steps):
         noise, times = torch.randn_like(clean), torch.randint(0, 100, (len(clean),))
         target = noises.get_velocity(clean, noise, times)
         batch = noises.add_noise(clean, noise, times), target, times, captions

@@ -6,6 +6,9 @@ from torch import nn
 
 from zoo import WIDTH, Run, Stack, next_token_loss, texts
 
+# How many tokens each expert gets is known when the router has run: no shape, and no step before, tells it.
+SPREAD = 0.02
+
 
 class Mixture(nn.Module):
     def __init__(self, auxiliary: list[torch.Tensor], experts: int = 4) -> None:
