@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import tempfile
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,8 +50,7 @@ _METHODS_IN_C = (BuiltinFunctionType, MethodWrapperType)
 _DECORATED = tuple(one for one in ContextDecorator.__call__.__code__.co_consts if isinstance(one, CodeType))
 # The most objects within an attribute that are looked at.
 _MOST_WITHIN = 256
-# Names of temporary files, as of the locks of processes, change nothing that is computed.
-_LEFT_OUT = (*PLAIN, type(None), tempfile._RandomNameSequence)  # type: ignore[attr-defined]
+_LEFT_OUT = (*PLAIN, type(None))
 _WEAK: tuple[type, ...] = (weakref.ReferenceType, *weakref.ProxyTypes)
 
 

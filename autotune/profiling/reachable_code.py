@@ -38,6 +38,7 @@ TRUSTED = (
     "typing",
     "collections",
     "tempfile",
+    "tqdm",
     "autotune",
 )
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
