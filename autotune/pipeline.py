@@ -137,6 +137,34 @@ def passes_of(pipeline: Pipeline, rank: int, micros: int) -> list[Pass]:
     return found + [one(number, backward=True) for number in range(total - ahead, total)]
 
 
+def unread(pipeline: Pipeline, rank: int, micros: int) -> list[tuple[Pass, ...]]:
+    """Return for each pass of a rank the gradients that it has sent and that may not have been received by then.
+
+    A gradient that the rank before has received by what it sends for the pass need not be waited for.
+
+    Args:
+        pipeline: the layout.
+        rank: number of the rank.
+        micros: number of micro-batches.
+
+    Returns:
+        For each of :func:`passes_of`, the backward passes whose gradients these are.
+
+    Raises:
+        ValueError: if micro-batches cannot be interleaved.
+    """
+    places = {one: place for place, one in enumerate(passes_of(pipeline, (rank - 1) % pipeline.ranks, micros))}
+    sent, found = list[Pass](), list[tuple[Pass, ...]]()
+    for one in passes_of(pipeline, rank, micros):
+        if one.stage and not one.backward:
+            reached = places[Pass(one.stage - 1, one.micro, backward=False)]
+            sent = [own for own in sent if places[Pass(own.stage - 1, own.micro, backward=True)] > reached]
+        found.append(tuple(sent))
+        if one.stage and one.backward:
+            sent.append(one)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineStep:
     """The predicted course of a step.

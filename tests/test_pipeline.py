@@ -9,7 +9,7 @@ import pytest
 
 from autotune.engines.registry import RankOptions
 from autotune.errors import InputError, PlanError
-from autotune.pipeline import Pipeline, balanced, passes_of, predict
+from autotune.pipeline import Pass, Pipeline, balanced, passes_of, predict, unread
 from autotune.plan import Launch
 
 LAYOUTS = [Pipeline(ranks=ranks, schedule=schedule) for ranks in (1, 2, 3, 4) for schedule in ("1f1b", "gpipe")] + [
@@ -75,6 +75,29 @@ def test_every_rank_runs_each_micro_batch_once_forward_and_then_backward(pipelin
         for stage in stages:
             backward_of_stage = [one.micro for one in order if one.backward and one.stage == stage]
             assert backward_of_stage == sorted(backward_of_stage)
+
+
+@pytest.mark.parametrize("micros", [4, 8])
+@pytest.mark.parametrize("pipeline", LAYOUTS, ids=str)
+def test_gradients_that_need_no_waiting_were_received_before(pipeline: Pipeline, micros: int) -> None:
+    orders = [passes_of(pipeline, rank, micros) for rank in range(pipeline.ranks)]
+    for rank, order in enumerate(orders):
+        before = orders[(rank - 1) % pipeline.ranks]
+        late = unread(pipeline, rank, micros)
+        sent: list[Pass] = []
+        reached = -1
+        for one, unseen in zip(order, late, strict=True):
+            if one.stage and not one.backward:
+                # What this pass is handed was sent at the end of that one.
+                reached = before.index(Pass(one.stage - 1, one.micro, backward=False))
+            received = [own for own in sent if before.index(Pass(own.stage - 1, own.micro, backward=True)) < reached]
+            assert set(sent) - set(unseen) == set(received)
+            if one.stage and one.backward:
+                sent.append(one)
+        if pipeline.schedule == "1f1b":
+            # In the steady state, few are kept, however many micro-batches there are.
+            steady = [len(kept) for one, kept in zip(order, late, strict=True) if not one.backward]
+            assert max(steady) <= 1
 
 
 @pytest.mark.parametrize("micros", [4, 8, 16])

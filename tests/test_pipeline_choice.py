@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
-from autotune.cost_model.pipeline_choice import _passes, chosen_pipelines
-from autotune.errors import InputError
+from autotune.cost_model.cost_arrays import CostArrays
+from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.pipeline_choice import _passes, chosen_pipelines, pipelined, within
+from autotune.cost_model.profile import Profile
+from autotune.cost_model.solver import SAFETY_MARGIN, smallest, solve_each
+from autotune.cost_model.time_model import seconds_per_step
+from autotune.errors import BudgetError, InputError, ProfileError
 from autotune.pipeline import Pipeline, predict
+from autotune.plan import Plan, Precision, Storage
 from autotune.simulator.random_jobs import draw_job
 
 
@@ -23,7 +30,7 @@ def test_chosen_stages_are_within_five_percent_of_the_best_of_all(seed: int, ran
         stages = Pipeline(ranks=ranks, schedule=schedule).stages
         if stages > units or (stages > ranks and k % ranks):
             continue
-        parts = _passes(profile, k)
+        parts = _passes(profile, profile.space.baseline().changed(accumulation_steps=k))
         for borders in itertools.combinations(range(1, units), stages - 1):
             ends = [0, *borders, units]
             forward, backward = (
@@ -46,3 +53,88 @@ def test_more_ranks_than_units_are_refused() -> None:
     profile = draw_job(np.random.default_rng(0), depth=(3, 3)).profile
     with pytest.raises(InputError, match=f"there are 99 ranks, and the model has {len(profile.units)} units"):
         chosen_pipelines(profile, 99)
+
+
+def drawn(seed: int, layout: str, depth: tuple[int, int] = (2, 4)) -> Profile:
+    """Return the profile of a random job in a pipeline, of which each unit holds three times its weights."""
+    profile = draw_job(np.random.default_rng(seed), depth=depth).profile
+    sizes = {part.unit: 3 * part.gradient_bytes for part in profile.tables[0].segments if part.unit is not None}
+    return pipelined(dataclasses.replace(profile, unit_bytes=sizes), Pipeline.parse(layout))
+
+
+def every_plan(profile: Profile, k: int) -> list[Plan]:
+    space = profile.space
+    kinds = [[(p, s) for p in space.precisions for s in space.storages_of(unit.name)] for unit in profile.units]
+    return [
+        Plan(
+            accumulation_steps=k,
+            precision={unit.name: p for unit, (p, _) in zip(profile.units, chosen, strict=True)},
+            storage={unit.name: s for unit, (_, s) in zip(profile.units, chosen, strict=True) if unit.recomputable},
+        )
+        for chosen in itertools.product(*kinds)
+    ]
+
+
+@pytest.mark.parametrize("layout", ["pipe=2", "pipe=2,schedule=gpipe", "pipe=2,schedule=interleaved", "pipe=3"])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 2, 3])
+def test_solved_plan_of_a_pipeline_is_the_best_of_all(seed: int, layout: str) -> None:
+    profile = drawn(seed, layout)
+    least, most = smallest(profile).peak_bytes, peak_bytes(profile, profile.space.baseline())
+    every = {
+        k: [(peak_bytes(profile, one), seconds_per_step(profile, one)) for one in every_plan(profile, k)]
+        for k in profile.accumulation_choices
+    }
+    for share in (0.05, 0.4, 0.8):
+        budget = int((least + share * (max(most, least) - least)) / (1 - SAFETY_MARGIN)) + 1
+        found = {one.plan.accumulation_steps: one for one in solve_each(profile, budget)}
+        for k, costs in every.items():
+            fitting = [seconds for peak, seconds in costs if peak <= budget * (1 - SAFETY_MARGIN)]
+            assert bool(fitting) == (k in found)
+            if fitting:
+                assert peak_bytes(profile, found[k].plan) <= budget
+                best = min(fitting)
+                assert found[k].seconds_per_step <= best * (1 + 1e-6) + found[k].gap * best
+    with pytest.raises(BudgetError):
+        solve_each(profile, int(0.9 * least))
+
+
+def test_ranks_hold_less_than_one_process_and_earlier_ones_more_micro_batches() -> None:
+    alone = draw_job(np.random.default_rng(3), depth=(6, 6)).profile
+    whole = peak_bytes(alone, alone.space.baseline())
+    assert peak_bytes(drawn(3, "pipe=2", (6, 6)), alone.space.baseline()) < whole
+    k = alone.accumulation_choices[-1]
+    baseline = alone.space.baseline().changed(accumulation_steps=k)
+    peaks = {one: peak_bytes(drawn(3, f"pipe=2{one},units=4/4", (6, 6)), baseline) for one in ("", ",schedule=gpipe")}
+    assert k == 1 or peaks[""] < peaks[",schedule=gpipe"]
+
+
+def test_what_an_engine_lacks_is_left_out_of_a_profile() -> None:
+    profile = drawn(1, "pipe=2")
+    space = dataclasses.replace(profile.space, precisions=(Precision.FP32,), storages=(Storage.SAVE,))
+    assert within(profile, space).space.precisions == (Precision.FP32,)
+    assert within(profile, space).space.storages == (Storage.SAVE,)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("pipe=99", "does not divide the model's"),
+        ("pipe=2,units=1/1", "does not divide the model's"),
+        ("pipe=3,schedule=interleaved", "can be interleaved on 3 ranks"),
+    ],
+)
+def test_layout_that_a_profile_cannot_have_is_rejected(layout: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        drawn(1, layout, (8, 8))
+
+
+def test_profile_of_a_pipeline_is_read_as_it_is_written_and_priced_by_no_array() -> None:
+    profile = drawn(1, "pipe=2")
+    assert Profile.from_json(profile.to_json()) == profile
+    for pipeline in ("pipe=2", "pipe=2,units=1/1", "dp=2", "pipe=99"):
+        with pytest.raises(ProfileError, match="pipeline is"):
+            Profile.from_json({**profile.to_json(), "pipeline": pipeline})
+    with pytest.raises(InputError, match="plans of a pipeline cannot be priced at once"):
+        CostArrays([profile])
+    with pytest.raises(ProfileError, match="does not tell the bytes of units"):
+        pipelined(dataclasses.replace(profile, unit_bytes={}), Pipeline(ranks=2))

@@ -36,11 +36,13 @@ class Method:
         needs_profile: whether it needs the job's profile, whose cost then counts as tuning cost.
         spreads: whether it can propose plans before earlier ones are measured, so that a cluster makes it faster.
         weighs_energy: whether it can minimise energy alone; a method that plans from a profile cannot.
+        prices: whether it prices many plans of one process at once, which cannot be done for those of a pipeline.
     """
 
     needs_profile: bool = False
     spreads: bool = False
     weighs_energy: bool = True
+    prices: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +126,7 @@ def make_search(name: str, method: SearchMethod, context: SearchContext) -> Sear
 
 
 def _by_policy(name: str, explanation: str) -> PlanningMethod:
-    return PlanningMethod(plans=partial(policy_plans, name), explanation=explanation)
+    return PlanningMethod(plans=partial(policy_plans, name), explanation=explanation, prices=True)
 
 
 def _greedy(profile: Profile, budget_bytes: int | None, goal: Goal) -> list[Plan]:
@@ -190,7 +192,9 @@ for _name, _method in {
     ),
     "random": SearchMethod(make=_random, spreads=True),
     "optuna": SearchMethod(make=_optuna, spreads=True),
-    "optuna-prices": SearchMethod(make=_optuna_prices, needs_profile=True, spreads=True, weighs_energy=False),
+    "optuna-prices": SearchMethod(
+        make=_optuna_prices, needs_profile=True, spreads=True, weighs_energy=False, prices=True
+    ),
     "ppo-scratch": TrainingMethod(train=_ppo),
 }.items():
     METHODS.register(_name)(_method)

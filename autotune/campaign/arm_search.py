@@ -12,7 +12,7 @@ from autotune.agents.search_methods import METHODS
 from autotune.budget import MemoryBudget, format_bytes
 from autotune.campaign.arms import is_live, live_arm, named_arm, needs_profile, static_arm
 from autotune.campaign.baselines import References
-from autotune.campaign.job_profile import profile_first, profile_for
+from autotune.campaign.job_profile import profile_first, profile_then
 from autotune.campaign.setup import Campaign
 from autotune.campaign.steps import SearchInputs, open_engine, references_of, search_plan
 from autotune.cost_model.profile import Profile
@@ -92,10 +92,10 @@ def launched_arms(
         job=launched(campaign.job, launch),
         budget=None if budget is None else MemoryBudget(size_bytes=budget),
     )
-    known = profile_first(campaign, names)
+    campaign, known = profile_first(campaign, names)
     with contextlib.closing(open_engine(campaign)) as engine:
         references = references_of(campaign, engine)
-        profile = known or profile_for(campaign, names)
+        profile = profile_then(campaign, names, known, engine)
         folder = RunDirectory(run.path / f"{run.path.name}{suffix(launch)}")
         folder.path.mkdir(exist_ok=True)
         lowest = within_dips(campaign, references) if any(map(is_searched, names)) else references

@@ -16,7 +16,7 @@ from autotune.campaign.job_profile import (
     any_needs_profile,
     keep_profile,
     profile_first,
-    profile_for,
+    profile_then,
     refuse_small_budget,
 )
 from autotune.campaign.setup import Campaign
@@ -59,7 +59,7 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
     own, others = by_launch(campaign, names)
     refuse_small_budget(campaign)
     campaign = replace(campaign, reporter=Numbered(campaign.reporter, _stages(campaign, [own, *others.values()])))
-    known = profile_first(campaign, own)
+    campaign, known = profile_first(campaign, own)
     # Before any search: the baseline may miss its target.
     horizon = _horizon(campaign)
     with contextlib.ExitStack() as opened:
@@ -67,7 +67,7 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
             _require_fitting(campaign, names, engine)
             _require_launchable(campaign, others)
             references = references_of(campaign, engine)
-            profile = known or profile_for(campaign, own)
+            profile = profile_then(campaign, own, known, engine)
             arms = plain_arms(campaign, own, engine, profile, references)
             lowest = within_dips(campaign, references)
             run = opened.enter_context(begin_run(campaign, verb, {"arms": names, "seeds": request.seeds}))

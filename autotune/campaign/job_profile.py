@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autotune.agents.search_methods import METHODS
 from autotune.campaign.arms import needs_profile
 from autotune.campaign.setup import Campaign
 from autotune.cost_model.memory_model import peak_bytes
+from autotune.cost_model.pipeline_choice import pipelined, within
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import require_feasible
+from autotune.engines.engine import Engine
 from autotune.engines.registry import ENGINES
 from autotune.errors import InputError
 from autotune.mechanics.devices import device_kind, is_accelerator
 from autotune.mechanics.known_precisions import named
 from autotune.mechanics.precision import useful_precisions
 from autotune.mechanics.storage_acts import offered
+from autotune.pipeline import Pipeline
 from autotune.profiling.profile_cache import Ranked, cached_profile, find_profile, profile_elsewhere, read_matching
 from autotune.profiling.profiler import ProfilerOptions
 from autotune.records.run_directory import PROFILE, RunDirectory
 
 
-def profile_first(campaign: Campaign, names: Sequence[str]) -> Profile | None:
+def profile_first(campaign: Campaign, names: Sequence[str]) -> tuple[Campaign, Profile | None]:
     """Return the profile, measured before an engine is opened, if the engine would occupy memory that profiling needs.
 
     Returns:
-        ``None`` if :func:`profile_for` can measure it later, or no method or arm uses it.
+        The campaign, in which the stages of a pipeline are divided by the profile, and the profile; ``None`` if
+        :func:`profile_then` can measure it later, or no method or arm uses it.
     """
-    if campaign.ranks is not None or is_accelerator(device_kind()):
-        return profile_for(campaign, names)
-    return None
+    if campaign.ranks is None and not is_accelerator(device_kind()):
+        return campaign, None
+    found = _profile_for(campaign, names)
+    if found is not None and found.pipeline and campaign.ranks is not None:
+        campaign = replace(campaign, ranks=replace(campaign.ranks, mesh=found.pipeline))
+    return campaign, found
+
+
+def profile_then(campaign: Campaign, names: Sequence[str], known: Profile | None, engine: Engine) -> Profile | None:
+    """Return the job's profile, newly measured unless it is known; ``None`` if no method or arm uses it.
+
+    Args:
+        campaign: the campaign.
+        names: methods, or names of arms.
+        known: the result of :func:`profile_first`.
+        engine: the engine that measures plans.
+    """
+    found = known or _profile_for(campaign, names)
+    return within(found, engine.space) if found is not None and found.pipeline else found
 
 
 def any_needs_profile(campaign: Campaign, names: Sequence[str]) -> bool:
@@ -53,23 +74,25 @@ def _offers_approximate(campaign: Campaign) -> bool:
     return asked and any(one.asked_only for one in useful_precisions(device_kind()))
 
 
-def profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
-    """Return the job's profile, cached or newly measured; ``None`` if no method or arm uses it.
-
-    Args:
-        campaign: the campaign.
-        names: methods, or names of arms.
-    """
+def _profile_for(campaign: Campaign, names: Sequence[str]) -> Profile | None:
+    """Return the job's profile, cached or newly measured; ``None`` if no method or arm uses it."""
     if not any_needs_profile(campaign, names):
         return None
-    if campaign.ranks is not None and not ENGINES[campaign.ranks.engine].has_profile:
-        needing = [name for name in names if needs_profile(name) or (name in METHODS and METHODS[name].needs_profile)]
-        others = [name for name, entry in METHODS.registered.items() if not entry.needs_profile]
+    ranks = campaign.ranks
+    if ranks is None or ENGINES[ranks.engine].has_profile:
+        return measured_profile(campaign)
+    # All else is predicted plan by plan.
+    pricing = [name for name in names if needs_profile(name) or (name in METHODS and METHODS[name].prices)]
+    if pricing:
+        others = [name for name, one in METHODS.registered.items() if not one.prices and not needs_profile(name)]
+        problem = f"--engine {ranks.engine} cannot be combined with {', '.join(pricing)}"
         raise InputError(
-            f"--engine {campaign.ranks.engine} cannot be combined with {', '.join(needing)}: it has no profile",
-            allowed=f"methods and arms that need none, such as {', '.join(others)}",
+            f"{problem}: plans of a pipeline cannot be priced at once",
+            allowed=f"methods and arms that measure or predict plan by plan, such as {', '.join(others)}",
         )
-    return measured_profile(campaign)
+    layout = ranks.whole_mesh
+    assert isinstance(layout, Pipeline)
+    return pipelined(measured_profile(replace(campaign, ranks=None)), layout)
 
 
 def measured_profile(campaign: Campaign) -> Profile:

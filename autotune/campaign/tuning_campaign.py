@@ -14,7 +14,7 @@ from autotune.campaign.job_profile import (
     any_needs_profile,
     keep_profile,
     profile_first,
-    profile_for,
+    profile_then,
     refuse_small_budget,
 )
 from autotune.campaign.knob_trials import KnobTrials
@@ -57,12 +57,12 @@ def tune(campaign: Campaign, method: str) -> dict[str, Any]:
     campaign = _with_measured_knobs(campaign)
     refuse_small_budget(campaign)
     campaign = replace(campaign, reporter=Numbered(campaign.reporter, 2 + any_needs_profile(campaign, [method])))
-    known = profile_first(campaign, [method])
+    campaign, known = profile_first(campaign, [method])
     with contextlib.ExitStack() as opened:
         with contextlib.closing(open_engine(campaign)) as engine:
             references = references_of(campaign, engine, with_leanest=not isinstance(found, PlanningMethod))
             campaign.settings.objective.check(references.baseline)
-            profile = known or profile_for(campaign, [method])
+            profile = profile_then(campaign, [method], known, engine)
             if profile is not None:
                 # Refuse a budget that cannot be met before anything is written.
                 plans = found.plans if isinstance(found, PlanningMethod) else close_plans

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autotune.choices import DEFAULT_STORAGES, STORAGES
 from autotune.cost_model.memory_model import levels
 from autotune.cost_model.profile import FIXED, Profile, Segment, StepTable, choice_name
-from autotune.errors import ProfileError
+from autotune.errors import InputError, ProfileError
 from autotune.plan import Plan, Storage
 
 Floats = NDArray[np.float64]
@@ -122,9 +122,15 @@ class CostArrays:
         constant_seconds: shape (jobs, variants), seconds that do not depend on the sequence length.
         missing: shape of ``unit_seconds``, whether the choice could not be profiled.
         unit_kept_bytes: shape of ``unit_seconds``, bytes that the unit keeps until backward, boundaries included.
+
+    Raises:
+        InputError: if a profile is of a pipeline.
     """
 
     def __init__(self, profiles: Sequence[Profile], *, max_units: int | None = None) -> None:
+        if any(one.pipeline for one in profiles):
+            problem = "plans of a pipeline cannot be priced at once"
+            raise InputError(problem, where="--engine pipeline", allowed="--method exact")
         self.profiles = tuple(profiles)
         jobs = len(self.profiles)
         self.max_units = max(max(len(p.units) for p in profiles), max_units or 0)

@@ -7,9 +7,11 @@ boundaries, a segment's need depends only on its own choice, so traces with one 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autotune.cost_model.pipeline_ranks import rank_parts
 from autotune.cost_model.profile import FIXED, Boundary, Cost, Profile, Segment, StepTable, choice_name
 from autotune.plan import Plan
 
@@ -82,11 +84,14 @@ def levels(
 
 
 def peak_bytes(profile: Profile, plan: Plan) -> int:
-    """Return the predicted peak of a step under a plan, in bytes.
+    """Return the predicted peak of a step under a plan, in bytes; of a pipeline, that of the rank with the most.
 
     Raises:
         ProfileError: if the plan's k is not in the profile.
     """
+    if profile.pipeline:
+        parts = itertools.chain.from_iterable(rank_parts(profile, plan.accumulation_steps))
+        return max(peak_bytes(part.profile, part.plan(plan)) for part in parts)
     table = profile.table_for(plan)
     return profile.static_bytes + table.batch_bytes + step_peak_bytes(table, choices(table.segments, plan))
 

@@ -1,14 +1,16 @@
-"""Choose the stages and the schedule of a pipeline from the profile of the job on one device."""
+"""Choose the stages and the schedule of a pipeline from the profile of the job on one device, and predict its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.cost_model.memory_model import choices
-from autotune.cost_model.profile import Profile
-from autotune.errors import InputError
+from autotune.cost_model.pipeline_ranks import update_share
+from autotune.cost_model.profile import Profile, StepTable
+from autotune.errors import InputError, ProfileError
 from autotune.pipeline import SCHEDULES, Pipeline, PipelineStep, balanced, predict
+from autotune.plan import Plan, PlanSpace
 
 # Seconds from the end of a pass to where its result is on the next rank of the same machine.
 _SEND_S = 5e-4
@@ -71,16 +73,86 @@ def predicted_step(profile: Profile, pipeline: Pipeline, k: int) -> PipelineStep
     Raises:
         ValueError: if k micro-batches cannot be interleaved.
     """
-    return _step(_passes(profile, k), pipeline, k)
+    return _step(_passes(profile, _saving(profile, k)), pipeline, k)
+
+
+def pipeline_seconds(profile: Profile, plan: Plan) -> float:
+    """Return the predicted seconds of a step under a plan.
+
+    Args:
+        profile: a result of :func:`pipelined`.
+        plan: a plan for all units.
+
+    Raises:
+        ProfileError: if the plan's k is not in the profile.
+    """
+    table, pipeline = profile.table_for(plan), Pipeline.parse(profile.pipeline)
+    step = _step(_passes(profile, plan), pipeline, plan.accumulation_steps)
+    return step.seconds + profile.calibration.scale * table.update_s * update_share(profile, table)
+
+
+def pipelined(profile: Profile, pipeline: Pipeline) -> Profile:
+    """Return the profile of a job in a pipeline, from which peaks, times and plans of the pipeline are predicted.
+
+    Args:
+        profile: the profile of the job in one process.
+        pipeline: the layout; if it names no units, they are divided by the times of the profile's first plan.
+
+    Raises:
+        InputError: if the units cannot be divided so, or no k of the profile can be interleaved.
+        ProfileError: if the profile is of an earlier version, which does not tell units' bytes apart.
+    """
+    if not profile.unit_bytes:
+        raise ProfileError("does not tell the bytes of units", where=f"profile of {profile.job}", allowed="a new one")
+    stages, units = pipeline.stages, len(profile.units)
+    if stages > units or (pipeline.units and sum(pipeline.units) != units):
+        problem = f"{pipeline} does not divide the model's {units} units"
+        raise InputError(problem, where="--mesh", allowed="each unit of the model in one stage")
+    ks = tuple(k for k in profile.accumulation_choices if stages == pipeline.ranks or k % pipeline.ranks == 0)
+    if not ks:
+        problem = f"no k of {list(profile.accumulation_choices)} can be interleaved on {pipeline.ranks} ranks"
+        raise InputError(problem, where="--mesh", allowed=f"an accumulation choice that {pipeline.ranks} divides")
+
+    def kept(tables: Sequence[StepTable]) -> tuple[StepTable, ...]:
+        return tuple(table for table in tables if table.accumulation_steps in ks)
+
+    return replace(
+        profile,
+        pipeline=str(
+            replace(pipeline, units=pipeline.units or _balanced(_passes(profile, _saving(profile, ks[-1])), stages))
+        ),
+        accumulation_choices=ks,
+        tables=kept(profile.tables),
+        uniform_tables={name: kept(tables) for name, tables in profile.uniform_tables.items()},
+    )
+
+
+def within(profile: Profile, space: PlanSpace) -> Profile:
+    """Return a profile without the precisions and storages that an engine does not have."""
+
+    def kept(_unit: str, choice: str) -> bool:
+        precision, _, storage = choice.partition("/")
+        return precision in space.precisions and storage in space.storages
+
+    return replace(
+        profile.offering(kept),
+        precisions=tuple(one for one in profile.precisions if one in space.precisions),
+        uniform_tables={name: one for name, one in profile.uniform_tables.items() if name in space.precisions},
+    )
+
+
+def _saving(profile: Profile, k: int) -> Plan:
+    return profile.space.baseline().changed(accumulation_steps=k)
+
+
+def _balanced(passes: _Passes, stages: int) -> tuple[int, ...]:
+    costs = [sum(one) for one in passes.units]
+    return balanced(costs, stages, first=sum(passes.before), last=sum(passes.after))
 
 
 def _at(profile: Profile, ranks: int, schedule: str, stages: int, k: int) -> ChosenPipeline:
-    passes = _passes(profile, k)
-    pipeline = Pipeline(
-        ranks=ranks,
-        schedule=schedule,
-        units=balanced([sum(one) for one in passes.units], stages, first=sum(passes.before), last=sum(passes.after)),
-    )
+    passes = _passes(profile, _saving(profile, k))
+    pipeline = Pipeline(ranks=ranks, schedule=schedule, units=_balanced(passes, stages))
     return ChosenPipeline(pipeline, k, _step(passes, pipeline, k))
 
 
@@ -110,10 +182,9 @@ class _Passes:
     after: tuple[float, float]
 
 
-def _passes(profile: Profile, k: int) -> _Passes:
-    """Return the seconds of each part; code between two units counts to the former."""
-    plan = profile.space.baseline().changed(accumulation_steps=k)
-    table, scale = profile.table_for(plan), profile.calibration.scale
+def _passes(profile: Profile, plan: Plan) -> _Passes:
+    """Return the seconds of each part under a plan; code between two units counts to the former."""
+    table, scale, k = profile.table_for(plan), profile.calibration.scale, plan.accumulation_steps
     parts: list[tuple[float, float]] = [(0.0, 0.0)]
     after = (0.0, 0.0)
     for segment, choice in zip(table.segments, choices(table.segments, plan), strict=True):

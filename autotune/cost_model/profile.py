@@ -13,6 +13,7 @@ from typing import Any
 from autotune.choices import REDUCED_PRECISIONS, STORAGES
 from autotune.errors import ProfileError
 from autotune.io.documents import STRICT, Bytes, Count, Level, Quantity, Seconds, shown, validated
+from autotune.pipeline import Pipeline, is_pipeline
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.units import Unit
 
@@ -198,6 +199,10 @@ class Profile:
         warnings: warnings for readers of the profile.
         estimated: whether the costs were estimated for an absent device instead of measured.
         locked: precisions and storages that put a unit's gradient too far off, by unit; it has no costs of them.
+        unit_bytes: bytes of the parameters that a unit has for itself and of their optimizer state, by unit; empty if
+            they are not known.
+        pipeline: the layout of the pipeline that predictions are of, such as ``pipe=2,units=3/5``; empty for one
+            process, which is what all costs are of.
     """
 
     __pydantic_config__ = STRICT
@@ -223,6 +228,8 @@ class Profile:
     warnings: tuple[str, ...] = ()
     estimated: bool = False
     locked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unit_bytes: Mapping[str, Bytes] = field(default_factory=dict)
+    pipeline: str = ""
 
     @property
     def space(self) -> PlanSpace:
@@ -351,6 +358,8 @@ def _require_consistent(profile: Profile) -> None:
     _require([table.accumulation_steps for table in profile.tables] == list(choices), "tables are not one per k")
     _require(set(profile.uniform_tables) <= set(REDUCED_PRECISIONS), "uniform_tables")
     _require(set(profile.locked) <= set(names), "a choice of an unknown unit is locked")
+    _require(set(profile.unit_bytes) <= set(names), "unit_bytes has an unknown unit")
+    _require(not profile.pipeline or _is_divided(profile), f"pipeline is {shown(profile.pipeline)}")
     for table in (*profile.tables, *(one for tables in profile.uniform_tables.values() for one in tables)):
         _require_whole(table, set(names))
         for segment in table.segments:
@@ -385,6 +394,17 @@ def _require_costly(profile: Profile, table: StepTable) -> None:
     _require(fastest > 0 and profile.calibration.scale > 0, f"at k = {k} a step takes no time")
     _require(
         profile.static_bytes + table.batch_bytes + table.update_peak_bytes > 0, f"at k = {k} a step takes no memory"
+    )
+
+
+def _is_divided(profile: Profile) -> bool:
+    """Return whether a profile's pipeline divides its units, and all its k can be interleaved."""
+    if not is_pipeline(profile.pipeline) or not profile.unit_bytes:
+        return False
+    layout = Pipeline.parse(profile.pipeline)
+    interleaved = layout.stages > layout.ranks
+    return sum(layout.units) == len(profile.units) and not (
+        interleaved and any(k % layout.ranks for k in profile.accumulation_choices)
     )
 
 

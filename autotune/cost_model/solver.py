@@ -20,6 +20,7 @@ from autotune.cost_model.choice_program import MIB, ChoiceProgram, useful_choice
 from autotune.cost_model.goodput import efficiency
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import Weights
+from autotune.cost_model.pipeline_ranks import RankPart, rank_parts
 from autotune.cost_model.profile import Profile, StepTable, choice_name
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, ProfileError
@@ -27,6 +28,8 @@ from autotune.plan import Plan, Precision, Storage
 
 # Share of a budget that is left free for memory outside the memory model.
 SAFETY_MARGIN = 0.005
+# Attempts to find a plan of a rank that fits at each point of a step.
+_TIGHTENINGS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +178,9 @@ def pareto_front(profile: Profile, points: int = 16, goal: Goal | None = None) -
 
 def _best_of_each_k(profile: Profile, usable_bytes: float, goal: Goal) -> list[Solution]:
     """Return the best fitting plan of every k that has one, with mixed precisions or one 16-bit precision."""
+    if profile.pipeline:
+        found = (_best_of_ranks(profile, k, usable_bytes, goal) for k in profile.accumulation_choices)
+        return [one for one in found if one is not None]
     best: dict[int, Solution] = {}
     for table in (*profile.tables, *(table for tables in profile.uniform_tables.values() for table in tables)):
         solution = _best_at(profile, table, usable_bytes, goal)
@@ -184,6 +190,49 @@ def _best_of_each_k(profile: Profile, usable_bytes: float, goal: Goal) -> list[S
         if k not in best or solution.objective < best[k].objective:
             best[k] = solution
     return list(best.values())
+
+
+def _best_of_ranks(profile: Profile, accumulation_steps: int, usable_bytes: float, goal: Goal) -> Solution | None:
+    """Return the best plan of a pipeline at one k, or ``None`` if none fits.
+
+    The step is the shorter the less time each rank's units take, and memory binds each rank for itself: so the best
+    plans of the ranks, each for its own units, make up the best one of all.
+    """
+    plan, gap = Plan(accumulation_steps=accumulation_steps), 0.0
+    for parts in rank_parts(profile, accumulation_steps):
+        found = _best_of_rank(parts, usable_bytes, goal)
+        if found is None:
+            return None
+        own = found[0]
+        plan = plan.changed(precision={**plan.precision, **own.precision}, storage={**plan.storage, **own.storage})
+        gap = max(gap, found[1])
+    return _solution(profile, plan, goal, gap)
+
+
+def _best_of_rank(parts: Sequence[RankPart], usable_bytes: float, goal: Goal) -> tuple[Plan, float] | None:
+    """Return the best plan of a rank's units, and its gap; ``None`` if none fits.
+
+    Args:
+        parts: the profiles of the points of the step at which memory may bind.
+        usable_bytes: memory that may be used.
+        goal: the objective.
+    """
+    room, bound = usable_bytes, 0.0
+    for _ in range(_TIGHTENINGS):
+        least = math.inf
+        for part in parts:
+            solved = _best_of_each_k(part.profile, room, goal)
+            if not solved:
+                return None
+            one = solved[0]
+            bound = max(bound, one.objective * (1 - one.gap)) if room == usable_bytes else bound
+            peak = max(peak_bytes(other.profile, other.plan(one.plan)) for other in parts)
+            if peak <= usable_bytes * (1 + 1e-9):
+                return one.plan, max(1 - bound / one.objective, 0.0)
+            least = min(least, peak)
+        # What fits at each point for itself does not fit at another one.
+        room *= usable_bytes / least
+    return None
 
 
 def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from autotune.cost_model.memory_model import choices
+from autotune.cost_model.pipeline_choice import pipeline_seconds
 from autotune.cost_model.profile import Calibration, Profile
 from autotune.plan import Plan
 
@@ -20,6 +21,8 @@ def seconds_per_step(profile: Profile, plan: Plan) -> float:
     Raises:
         ProfileError: if the plan's k is not in the profile.
     """
+    if profile.pipeline:
+        return pipeline_seconds(profile, plan)
     return profile.calibration.seconds(summed_seconds(profile, plan), plan.accumulation_steps)
 
 

@@ -36,10 +36,10 @@ from autotune.mechanics.model_stages import (
     shape_of,
     unit_operations,
 )
-from autotune.mechanics.pipeline_update import PipelineProbe, PipelineUpdate, require_updated_apart
+from autotune.mechanics.pipeline_update import PipelineProbe, PipelineUpdate, end_of_stage, require_updated_apart
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.mechanics.weight_use import weight_use
-from autotune.pipeline import PIPELINE_FORM, Pass, Pipeline, balanced, passes_of
+from autotune.pipeline import PIPELINE_FORM, Pass, Pipeline, balanced, passes_of, unread
 from autotune.plan import Plan
 
 _WHERE = "engine pipeline"
@@ -363,14 +363,16 @@ class PipelineEngine(RankEngine):
         assert isinstance(update, PipelineUpdate)
         ends: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         losses: list[torch.Tensor] = []
-        sent: list[_Sent] = []
+        forward, backward = dict[tuple[int, int], list[_Sent]](), dict[Pass, _Sent]()
         last = self.pipeline.stages - 1
-        for one in passes_of(self.pipeline, self.rank, len(pieces)):
+        layout = self.pipeline, self.rank, len(pieces)
+        for one, late in zip(passes_of(*layout), unread(*layout), strict=True):
             key = one.stage, one.micro
+            self._settle([backward.pop(own) for own in list(backward) if own not in late])
             if not one.backward:
                 ends[key], run = self._forward(one, pieces[one.micro])
                 if one.stage < last:
-                    sent += self._send_forward(one.stage, ends[key][1], run.shapes)
+                    forward[key] = self._send_forward(one.stage, ends[key][1], run.shapes)
                 continue
             if probe is not None:
                 probe.next_micro_batch()
@@ -380,11 +382,14 @@ class PipelineEngine(RankEngine):
                 update.backward(result, weight)
                 losses.append(result.detach() * weight)
             elif result.requires_grad:
-                update.backward_from(result, self._receive_backward(one.stage, result))
+                end = end_of_stage(result, [self._receive_backward(one.stage, result)])
+                # The next stage has used it, so that its memory is free for the backward pass.
+                self._settle(forward.pop(key))
+                del result
+                update.backward_from(end)
             if received is not None and received.requires_grad:
-                sent.append(self._send_backward(one.stage, received))
-        for _, work in sent:
-            self._wait(work.wait)
+                backward[one] = self._send_backward(one.stage, received)
+        self._settle([*itertools.chain.from_iterable(forward.values()), *backward.values()])
         for name, owner in self._buffers_of.items():
             distributed.broadcast(self.model.get_buffer(name), src=owner)
         return losses
@@ -447,6 +452,10 @@ class PipelineEngine(RankEngine):
         sent = torch.zeros_like(received) if received.grad is None else received.grad.contiguous()
         before = (stage - 1) % self.world
         return sent, distributed.isend(sent, dst=before, group=self._backward_group, tag=stage - 1)
+
+    def _settle(self, sent: Sequence[_Sent]) -> None:
+        for _, work in sent:
+            self._wait(work.wait)
 
     def _wait(self, act: Callable[[], object]) -> None:
         """Wait for another rank, whose stage computes in the meantime."""

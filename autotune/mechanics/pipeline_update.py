@@ -15,6 +15,28 @@ from autotune.mechanics.memory_meter import resident_tensors
 from autotune.mechanics.rank_probe import RankProbe, RankUpdate
 
 
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+        ctx.gradients = gradients
+        return result.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor, None]:
+        return ctx.gradients.pop(), None
+
+
+def end_of_stage(result: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return a number from which the backward pass of a stage begins, and whose graph keeps neither argument's memory.
+
+    Args:
+        result: what the stage has computed.
+        gradients: the gradient of it, which the backward pass takes out.
+    """
+    found: torch.Tensor = _End.apply(result, gradients)  # type: ignore[no-untyped-call]
+    return found
+
+
 class PipelineUpdate(RankUpdate):
     """Updates in which each rank updates the parameters of its stages, and all update the shared ones alike.
 
@@ -50,10 +72,10 @@ class PipelineUpdate(RankUpdate):
         """Announce the number of micro-batches of the next update."""
         self._accumulates = micro_batches > 0
 
-    def backward_from(self, result: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Accumulate the gradient of one micro-batch from that of what a stage has sent."""
+    def backward_from(self, end: torch.Tensor) -> None:
+        """Accumulate the gradient of one micro-batch in a stage, from a result of :func:`end_of_stage`."""
         self._accumulating = True
-        result.backward(gradient)
+        end.backward()
 
     def unscale(self) -> float:
         """Add up the gradients of shared parameters, and return the whole gradient's 2-norm, the same on every rank."""

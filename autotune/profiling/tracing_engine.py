@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
+
+from torch import nn
 
 from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError
@@ -74,6 +77,20 @@ class WatchedEngine(TorchEngine):
         """
         seen = devices.allocated(self.device)
         return tensor_bytes(self.resident([])) if seen is None else seen.current - self.batch_bytes
+
+    def unit_bytes(self) -> dict[str, int]:
+        """Return the bytes of the parameters that a unit has for itself, and of their optimizer state, by unit."""
+        users = Counter[nn.Parameter]()
+        for module in self.model.modules():
+            users.update(module.parameters(recurse=False))
+        found, state = {}, self.update.optimizer.state
+        for unit in self.space.units:
+            here = Counter[nn.Parameter]()
+            for module in self.model.get_submodule(unit.name).modules():
+                here.update(module.parameters(recurse=False))
+            own = [one for one, times in here.items() if times == users[one]]
+            found[unit.name] = tensor_bytes(tensors([own, [state.get(one) for one in own]]))
+        return found
 
     def _behind(self, static: int) -> int:
         """Return how many bytes the last trace's peak is below that of the rank with the highest peak."""
