@@ -21,7 +21,7 @@ from autotune import AttachError
 from autotune.plan import Plan, Storage
 
 # These loops run each time, the others with the slow tests.
-QUICK = {"gpt", "lbfgs"}
+QUICK = {"gpt", "lbfgs", "sam"}
 
 LOOPS = [
     pytest.param(found.name, marks=[] if found.name in QUICK else [pytest.mark.slow])
