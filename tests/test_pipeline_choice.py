@@ -84,6 +84,7 @@ def test_solved_plan_of_a_pipeline_is_the_best_of_all(seed: int, layout: str) ->
         k: [(peak_bytes(profile, one), seconds_per_step(profile, one)) for one in every_plan(profile, k)]
         for k in profile.accumulation_choices
     }
+    assert least == min(peak for costs in every.values() for peak, _ in costs)
     for share in (0.05, 0.4, 0.8):
         budget = int((least + share * (max(most, least) - least)) / (1 - SAFETY_MARGIN)) + 1
         found = {one.plan.accumulation_steps: one for one in solve_each(profile, budget)}

@@ -21,7 +21,7 @@ from autotune.cost_model.goodput import efficiency
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.paper_equations import Weights
 from autotune.cost_model.pipeline_ranks import RankPart, rank_parts
-from autotune.cost_model.profile import Profile, StepTable, choice_name
+from autotune.cost_model.profile import Cost, Profile, StepTable, choice_name
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, ProfileError
 from autotune.plan import Plan, Precision, Storage
@@ -217,22 +217,48 @@ def _best_of_rank(parts: Sequence[RankPart], usable_bytes: float, goal: Goal) ->
         usable_bytes: memory that may be used.
         goal: the objective.
     """
-    room, bound = usable_bytes, 0.0
+    room, bounds = usable_bytes, list[float]()
     for _ in range(_TIGHTENINGS):
-        least = math.inf
-        for part in parts:
-            solved = _best_of_each_k(part.profile, room, goal)
-            if not solved:
-                return None
-            one = solved[0]
-            bound = max(bound, one.objective * (1 - one.gap)) if room == usable_bytes else bound
-            peak = max(peak_bytes(other.profile, other.plan(one.plan)) for other in parts)
-            if peak <= usable_bytes * (1 + 1e-9):
-                return one.plan, max(1 - bound / one.objective, 0.0)
-            least = min(least, peak)
+        solved = [_best_of_each_k(part.profile, room, goal) for part in parts]
+        if not all(solved):
+            return None
+        # What is best at one point of the step bounds what is best for all.
+        bounds = bounds or [one.objective * (1 - one.gap) for (one,) in solved]
+        plans = [one.plan for (one,) in solved]
+        found = [
+            [_solution(part.profile, part.plan(plan), goal, 0.0) for part in parts] for plan in _leaner(plans, parts)
+        ]
+        peaks = [max(one.peak_bytes for one in points) for points in found]
+        fitting = [number for number, peak in enumerate(peaks) if peak <= usable_bytes * (1 + 1e-9)]
+        if fitting:
+            of_memory = goal.weights.memory / _reference(parts[0].profile, goal)[1]
+            higher = [peak - points[0].peak_bytes for peak, points in zip(peaks, found, strict=True)]
+            best = found[min(fitting, key=lambda number: found[number][0].objective + of_memory * higher[number])]
+            gaps = [1 - bound / one.objective for bound, one in zip(bounds, best, strict=True)]
+            return best[0].plan, max(min(gaps), 0.0)
         # What fits at each point for itself does not fit at another one.
-        room *= usable_bytes / least
+        room *= usable_bytes / min(peaks)
     return None
+
+
+def _leaner(plans: Sequence[Plan], parts: Sequence[RankPart]) -> list[Plan]:
+    """Return the plans, and one that has for each unit the choice of them that saves least."""
+    if len(plans) == 1:
+        return list(plans)
+    saved = dict[str, Mapping[str, Cost]]()
+    for segment in itertools.chain.from_iterable(part.profile.tables[0].segments for part in parts):
+        # A unit has bytes at the points at which its stage is under way.
+        if segment.unit is not None and any(cost.saved_bytes for cost in segment.costs.values()):
+            saved.setdefault(segment.unit, segment.costs)
+    merged = plans[0]
+    for unit, costs in saved.items():
+        least = min(
+            plans, key=lambda plan: costs[choice_name(plan.precision_of(unit), plan.storage_of(unit))].saved_bytes
+        )
+        merged = merged.changed(precision={**merged.precision, unit: least.precision_of(unit)})
+        if unit in merged.storage:
+            merged = merged.storing([unit], least.storage_of(unit))
+    return [*plans, merged]
 
 
 def _best_at(profile: Profile, table: StepTable, usable_bytes: float, goal: Goal) -> Solution | None:

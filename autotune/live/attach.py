@@ -119,9 +119,9 @@ def attach(
             what the accelerator's allocator reserves, which ``nvidia-smi`` shows.
         clip_norm: largest 2-norm of the gradient, to which ``step()`` clips; ``None`` never clips.
         total_steps: length of the run in optimizer steps, if known.
-        accumulation_steps: batches that the loop itself accumulates before each update. The tuner does not change it. In
-            mode ``exact``, loops of ``begin_step()`` and ``end_step()`` need not tell it: the first steps show it, also
-            where one batch goes through the model several times (sharpness-aware minimisation).
+        accumulation_steps: batches that the loop itself accumulates before each update. The tuner does not change it.
+            In mode ``exact``, loops of ``begin_step()`` and ``end_step()`` need not tell it: the first steps show it,
+            also where one batch goes through the model several times (sharpness-aware minimisation).
         limits: limits on what the tuner may do.
         runs_dir: folder for the run directory with the decision log; ``None`` writes nothing.
         settings: rarely needed settings: units, choices of k, adaptive batching, the run's name, MLflow.
