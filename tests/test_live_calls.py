@@ -252,6 +252,6 @@ def test_steps_of_fewer_micro_batches_than_was_told_are_named() -> None:
             tuner.backward(model(batch).square().mean())
         tuner.step()
     assert tuner.locks["profile"] == (
-        "no step of the run could be traced yet: each had one micro-batch, of 2 that were declared"
+        "no step of the run could be traced yet: each had one micro-batch, of 2 that a step accumulates"
     )
     tuner.detach()

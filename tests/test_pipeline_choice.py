@@ -11,7 +11,8 @@ import pytest
 from autotune.cost_model.cost_arrays import CostArrays
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.cost_model.pipeline_choice import _passes, chosen_pipelines, pipelined, within
-from autotune.cost_model.profile import Profile
+from autotune.cost_model.pipeline_ranks import rank_parts, stages_of
+from autotune.cost_model.profile import Profile, Segment
 from autotune.cost_model.solver import SAFETY_MARGIN, smallest, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, InputError, ProfileError
@@ -107,6 +108,27 @@ def test_ranks_hold_less_than_one_process_and_earlier_ones_more_micro_batches() 
     baseline = alone.space.baseline().changed(accumulation_steps=k)
     peaks = {one: peak_bytes(drawn(3, f"pipe=2{one},units=4/4", (6, 6)), baseline) for one in ("", ",schedule=gpipe")}
     assert k == 1 or peaks[""] < peaks[",schedule=gpipe"]
+
+
+def test_each_rank_has_the_gradients_of_what_stages_share_and_sends_none_to_frozen_ones() -> None:
+    profile = drawn(2, "pipe=2")
+    k = profile.accumulation_choices[-1]
+    head, size = profile.units[-1].name, 10**9
+    tied = dataclasses.replace(profile, shared_bytes={profile.units[0].name: size, head: size})
+    baseline = profile.space.baseline().changed(accumulation_steps=k)
+    assert peak_bytes(tied, baseline) >= peak_bytes(profile, baseline) + 0.9 * size
+    (_, last), (_, shared) = ([parts[0].profile for parts in rank_parts(one, k)] for one in (profile, tied))
+    assert shared.tables[0].update_peak_bytes >= last.tables[0].update_peak_bytes + size
+
+    def frozen(one: Segment) -> Segment:
+        return dataclasses.replace(one, gradient_bytes=0)
+
+    table = profile.table(k)
+    begin = stages_of(profile, table.segments).index(1)
+    table = dataclasses.replace(table, segments=(*map(frozen, table.segments[:begin]), *table.segments[begin:]))
+    still = dataclasses.replace(profile, tables=(*profile.tables[:-1], table))
+    (_, moving), (_, quiet) = ([parts[0].profile.tables[0] for parts in rank_parts(one, k)] for one in (profile, still))
+    assert quiet.batch_bytes < moving.batch_bytes
 
 
 def test_what_an_engine_lacks_is_left_out_of_a_profile() -> None:

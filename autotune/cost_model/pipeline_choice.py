@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autotune.cost_model.memory_model import choices
 from autotune.cost_model.pipeline_ranks import update_share
-from autotune.cost_model.profile import Profile, StepTable
+from autotune.cost_model.profile import Profile
 from autotune.errors import InputError, ProfileError
 from autotune.pipeline import SCHEDULES, Pipeline, PipelineStep, balanced, predict
 from autotune.plan import Plan, PlanSpace
@@ -113,22 +113,20 @@ def pipelined(profile: Profile, pipeline: Pipeline) -> Profile:
         problem = f"no k of {list(profile.accumulation_choices)} can be interleaved on {pipeline.ranks} ranks"
         raise InputError(problem, where="--mesh", allowed=f"an accumulation choice that {pipeline.ranks} divides")
 
-    def kept(tables: Sequence[StepTable]) -> tuple[StepTable, ...]:
-        return tuple(table for table in tables if table.accumulation_steps in ks)
-
     return replace(
         profile,
         pipeline=str(
             replace(pipeline, units=pipeline.units or _balanced(_passes(profile, _saving(profile, ks[-1])), stages))
         ),
         accumulation_choices=ks,
-        tables=kept(profile.tables),
-        uniform_tables={name: kept(tables) for name, tables in profile.uniform_tables.items()},
+        tables=tuple(table for table in profile.tables if table.accumulation_steps in ks),
+        # Units of a pipeline hand on fp32 under every plan.
+        uniform_tables={},
     )
 
 
 def within(profile: Profile, space: PlanSpace) -> Profile:
-    """Return a profile without the precisions and storages that an engine does not have."""
+    """Return the profile of a pipeline without the precisions and storages that its engine does not have."""
 
     def kept(_unit: str, choice: str) -> bool:
         precision, _, storage = choice.partition("/")
@@ -137,7 +135,6 @@ def within(profile: Profile, space: PlanSpace) -> Profile:
     return replace(
         profile.offering(kept),
         precisions=tuple(one for one in profile.precisions if one in space.precisions),
-        uniform_tables={name: one for name, one in profile.uniform_tables.items() if name in space.precisions},
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.cost_model.profile import Boundary, Profile, Segment, StepTable
@@ -63,14 +63,8 @@ def rank_parts(profile: Profile, accumulation_steps: int) -> list[list[RankPart]
         ProfileError: if that k is not in the profile.
     """
     layout, table = Pipeline.parse(profile.pipeline), profile.table(accumulation_steps)
-    uniform = {
-        name: one
-        for name, tables in profile.uniform_tables.items()
-        for one in tables
-        if one.accumulation_steps == accumulation_steps
-    }
     return [
-        [RankPart(_part(profile, one, table, uniform)) for one in _underway(layout, rank, accumulation_steps)]
+        [RankPart(_part(profile, one, table)) for one in _underway(layout, rank, accumulation_steps)]
         for rank in range(layout.ranks)
     ]
 
@@ -120,7 +114,7 @@ def _underway(layout: Pipeline, rank: int, micros: int) -> list[_Underway]:
     return kept
 
 
-def _part(profile: Profile, underway: _Underway, table: StepTable, uniform: dict[str, StepTable]) -> Profile:
+def _part(profile: Profile, underway: _Underway, table: StepTable) -> Profile:
     ranks = Pipeline.parse(profile.pipeline).ranks
     rank, stages = underway.stages[-1] % ranks, stages_of(profile, table.segments)
     own = {part.unit for stage, part in zip(stages, table.segments, strict=True) if stage % ranks == rank}
@@ -132,24 +126,24 @@ def _part(profile: Profile, underway: _Underway, table: StepTable, uniform: dict
         units=tuple(unit for unit in profile.units if unit.name in own),
         accumulation_choices=(k,),
         static_bytes=max(profile.static_bytes - elsewhere, 0),
-        tables=(_table(stages, ranks, underway, table, k),),
-        uniform_tables={name: (_table(stages, ranks, underway, one, k),) for name, one in uniform.items()},
+        tables=(_table(profile, stages, underway, table, k),),
         locked={name: one for name, one in profile.locked.items() if name in own},
     )
 
 
-def _table(stages: Sequence[int], ranks: int, underway: _Underway, table: StepTable, k: int) -> StepTable:
+def _table(profile: Profile, stages: Sequence[int], underway: _Underway, table: StepTable, k: int) -> StepTable:
     """Return the table of a rank: the segments of each micro-batch that is under way, one after another.
 
     Args:
+        profile: the profile of the whole job.
         stages: the stage of each segment.
-        ranks: number of ranks.
         underway: the micro-batches.
         table: the table of the whole job.
         k: the k of the result.
     """
     segments: list[Segment] = []
     boundaries: list[Boundary] = []
+    shared, ranks = profile.shared_bytes, Pipeline.parse(profile.pipeline).ranks
     for place, stage in enumerate(underway.stages):
         begin = stages.index(stage)
         end = begin + stages.count(stage)
@@ -158,13 +152,17 @@ def _table(stages: Sequence[int], ranks: int, underway: _Underway, table: StepTa
         found = [_moved(one, begin, end, len(segments)) for one in table.boundaries]
         boundaries += [one for one in found if one is not None]
         copies = underway.stages.count(stage)
-        segments += [_shared(one, copies, has_gradient=is_first) for one in table.segments[begin:end]]
+        segments += [_copy(one, copies, _gradient(one, shared) if is_first else 0) for one in table.segments[begin:end]]
     # What is not under way takes time alone.
     others = (stage % ranks == underway.stages[-1] % ranks and stage not in underway.stages for stage in stages)
     segments += [_idle(one) for one in itertools.compress(table.segments, others)]
     # Each micro-batch keeps what its stage was handed.
-    handed = sum(_handed(table, stages, stage) for stage in (*underway.stages, *underway.sent))
+    handed = sum(_handed(table, stages, stage) for stage in underway.stages)
+    handed += sum(_handed(table, stages, stage) for stage in underway.sent if _is_trained_before(table, stages, stage))
     common = sum(one.gradient_bytes for one in table.segments if one.unit is None)
+    if not any(one.unit in shared for one in segments):
+        # In the update, all ranks have the gradients of what several stages share.
+        common += max(shared.values(), default=0)
     gradients = common + sum(one.gradient_bytes for one in segments if one.unit is not None)
     update = table.update_peak_bytes - sum(one.gradient_bytes for one in table.segments)
     return replace(
@@ -177,13 +175,24 @@ def _table(stages: Sequence[int], ranks: int, underway: _Underway, table: StepTa
     )
 
 
-def _shared(segment: Segment, copies: int, *, has_gradient: bool) -> Segment:
+def _gradient(segment: Segment, shared: Mapping[str, int]) -> int:
+    """Return the bytes of gradients of a segment on its own rank; one process has shared ones once."""
+    own = shared.get(segment.unit or "", 0)
+    return segment.gradient_bytes + (own if segment.gradient_bytes < own else 0)
+
+
+def _is_trained_before(table: StepTable, stages: Sequence[int], stage: int) -> bool:
+    """Return whether a stage has to send gradients."""
+    return any(one.gradient_bytes for one in table.segments[: stages.index(stage)])
+
+
+def _copy(segment: Segment, copies: int, gradient_bytes: int) -> Segment:
     """Return one of several copies of a segment, among which its time is divided."""
     costs = {
         name: replace(cost, forward_s=cost.forward_s / copies, backward_s=cost.backward_s / copies)
         for name, cost in segment.costs.items()
     }
-    return replace(segment, costs=costs, gradient_bytes=segment.gradient_bytes if has_gradient else 0)
+    return replace(segment, costs=costs, gradient_bytes=gradient_bytes)
 
 
 def _idle(segment: Segment) -> Segment:
@@ -194,10 +203,16 @@ def _idle(segment: Segment) -> Segment:
     return replace(segment, costs=costs)
 
 
-def _handed(table: StepTable, of_segment: Sequence[int], stage: int) -> int:
-    """Return the bytes of what a stage is handed, as large as the gradient that it sends."""
-    begin = of_segment.index(stage)
-    return sum(one.size_bytes for one in table.boundaries if one.born < begin <= one.last_use)
+def _handed(table: StepTable, stages: Sequence[int], stage: int) -> int:
+    """Return the bytes of what a stage is handed, as large as the gradient that it sends.
+
+    That is one tensor, beside what is computed before the first unit, which each rank computes for itself.
+    """
+    begin = stages.index(stage)
+    first = next(place for place, one in enumerate(table.segments) if one.unit is not None)
+    crossing = [one for one in table.boundaries if one.born < begin <= one.last_use]
+    sent = max((one.size_bytes for one in crossing if one.born >= first), default=0)
+    return sent + sum(one.size_bytes for one in crossing if one.born < first)
 
 
 def _moved(boundary: Boundary, begin: int, end: int, offset: int) -> Boundary | None:

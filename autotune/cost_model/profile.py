@@ -201,6 +201,7 @@ class Profile:
         locked: precisions and storages that put a unit's gradient too far off, by unit; it has no costs of them.
         unit_bytes: bytes of the parameters that a unit has for itself and of their optimizer state, by unit; empty if
             they are not known.
+        shared_bytes: bytes of the gradients of parameters that a unit shares, as with a tied head, by unit.
         pipeline: the layout of the pipeline that predictions are of, such as ``pipe=2,units=3/5``; empty for one
             process, which is what all costs are of.
     """
@@ -229,6 +230,7 @@ class Profile:
     estimated: bool = False
     locked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unit_bytes: Mapping[str, Bytes] = field(default_factory=dict)
+    shared_bytes: Mapping[str, Bytes] = field(default_factory=dict)
     pipeline: str = ""
 
     @property
@@ -358,7 +360,7 @@ def _require_consistent(profile: Profile) -> None:
     _require([table.accumulation_steps for table in profile.tables] == list(choices), "tables are not one per k")
     _require(set(profile.uniform_tables) <= set(REDUCED_PRECISIONS), "uniform_tables")
     _require(set(profile.locked) <= set(names), "a choice of an unknown unit is locked")
-    _require(set(profile.unit_bytes) <= set(names), "unit_bytes has an unknown unit")
+    _require({*profile.unit_bytes, *profile.shared_bytes} <= set(names), "unit_bytes has an unknown unit")
     _require(not profile.pipeline or _is_divided(profile), f"pipeline is {shown(profile.pipeline)}")
     for table in (*profile.tables, *(one for tables in profile.uniform_tables.values() for one in tables)):
         _require_whole(table, set(names))

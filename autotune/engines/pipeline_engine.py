@@ -381,14 +381,18 @@ class PipelineEngine(RankEngine):
                 weight = shares.here[one.micro][1]
                 update.backward(result, weight)
                 losses.append(result.detach() * weight)
-            elif result.requires_grad:
-                end = end_of_stage(result, [self._receive_backward(one.stage, result)])
-                # The next stage has used it, so that its memory is free for the backward pass.
+            else:
+                end = None
+                if result.requires_grad:
+                    end = end_of_stage(result, [self._receive_backward(one.stage, result)])
+                # The next stage has it, so that its memory is free for the backward pass.
                 self._settle(forward.pop(key))
                 del result
-                update.backward_from(end)
+                if end is not None:
+                    update.backward_from(end)
             if received is not None and received.requires_grad:
                 backward[one] = self._send_backward(one.stage, received)
+            del received
         self._settle([*itertools.chain.from_iterable(forward.values()), *backward.values()])
         for name, owner in self._buffers_of.items():
             distributed.broadcast(self.model.get_buffer(name), src=owner)

@@ -492,7 +492,11 @@ class LiveProfiler:
         profile = self.rebuild()
         self.complete = profile is not None
         if profile is None:
-            told = f" yet: each had one micro-batch, of {self._too_short} that were declared" if self._too_short else ""
+            told = (
+                f" yet: each had one micro-batch, of {self._too_short} that a step accumulates"
+                if self._too_short
+                else ""
+            )
             self.failed = "no step of the run could be traced" + told
             logger.warning("nothing is switched: %s", self.failed)
             return

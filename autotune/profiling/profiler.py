@@ -188,7 +188,8 @@ class _Profiler:
             steps=steps_by_k(found),
             length_spread=self._length_spread,
         )
-        result = replace(assemble(record, engine.space), unit_bytes=engine.unit_bytes())
+        own, shared = engine.unit_bytes()
+        result = replace(assemble(record, engine.space), unit_bytes=own, shared_bytes=shared)
         self._warn_of_ks(result.accumulation_choices)
         result = self._calibrate(self._corrected(result))
         engine.close()

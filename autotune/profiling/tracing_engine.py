@@ -78,19 +78,25 @@ class WatchedEngine(TorchEngine):
         seen = devices.allocated(self.device)
         return tensor_bytes(self.resident([])) if seen is None else seen.current - self.batch_bytes
 
-    def unit_bytes(self) -> dict[str, int]:
-        """Return the bytes of the parameters that a unit has for itself, and of their optimizer state, by unit."""
+    def unit_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return bytes by unit: of the parameters that it has for itself with their optimizer state, and of gradients.
+
+        The latter are those of parameters that it shares; units without any are left out.
+        """
         users = Counter[nn.Parameter]()
         for module in self.model.modules():
             users.update(module.parameters(recurse=False))
-        found, state = {}, self.update.optimizer.state
+        own, shared, state = dict[str, int](), dict[str, int](), self.update.optimizer.state
         for unit in self.space.units:
             here = Counter[nn.Parameter]()
             for module in self.model.get_submodule(unit.name).modules():
                 here.update(module.parameters(recurse=False))
-            own = [one for one, times in here.items() if times == users[one]]
-            found[unit.name] = tensor_bytes(tensors([own, [state.get(one) for one in own]]))
-        return found
+            kept = [one for one, times in here.items() if times == users[one]]
+            own[unit.name] = tensor_bytes(tensors([kept, [state.get(one) for one in kept]]))
+            others = [one for one, times in here.items() if times < users[one] and one.requires_grad]
+            if others:
+                shared[unit.name] = tensor_bytes(others)
+        return own, shared
 
     def _behind(self, static: int) -> int:
         """Return how many bytes the last trace's peak is below that of the rank with the highest peak."""
