@@ -95,7 +95,7 @@ def attach(
     memory_budget_bytes: Budget = None,
     clip_norm: float | None = None,
     total_steps: int | None = None,
-    accumulation_steps: int = 1,
+    accumulation_steps: int | None = None,
     limits: Limits | None = None,
     runs_dir: str | Path | None = "runs",
     settings: Settings | None = None,
@@ -120,7 +120,7 @@ def attach(
         clip_norm: largest 2-norm of the gradient, to which ``step()`` clips; ``None`` never clips.
         total_steps: length of the run in optimizer steps, if known.
         accumulation_steps: batches that the loop itself accumulates before each update. The tuner does not change it.
-            In mode ``exact``, loops of ``begin_step()`` and ``end_step()`` need not tell it: the first steps show it,
+            ``None`` is 1; in mode ``exact``, the first steps of a loop of ``begin_step()`` and ``end_step()`` show it,
             also where one batch goes through the model several times (sharpness-aware minimisation).
         limits: limits on what the tuner may do.
         runs_dir: folder for the run directory with the decision log; ``None`` writes nothing.
@@ -148,7 +148,7 @@ def attach(
     assert model is not None
     assert optimizer is not None
     limits = limits_of(limits, sharded=sharded is not None)
-    batches = accumulated(accumulation_steps)
+    batches = 1 if accumulation_steps is None else accumulated(accumulation_steps)
     adaptive = is_adaptive(settings, chosen_mode, batches, parallel=model is not inner)
     if chosen(settings.report_to) != "none" and runs_dir is None:
         problem = f"report_to is {settings.report_to!r} and runs_dir is None"
@@ -184,6 +184,7 @@ def attach(
         spread=is_spread(inner),
         bucket_bytes=_bucket_bytes(model) if sharded is None else held_bytes(sharded, inner),
         accumulation_steps=batches,
+        learns_accumulation=accumulation_steps is None and chosen_mode is Mode.EXACT and not ranks.many,
     )
     folder, log = _log_of(facts, found, None if runs_dir is None or ranks.rank else Path(runs_dir))
     if settings.report_to != "none" and folder is not None:

@@ -37,6 +37,7 @@ class Attached:
         adaptive: whether a step consumes k batches.
         lr_rule: how the learning rate scales with the samples of a step.
         accumulation_steps: micro-batches that the caller accumulates in a step; if above 1, the k of every plan.
+        learns_accumulation: whether the steps of a loop of ``begin_step()`` show how many that are.
         spread: whether the model's parameters are spread over ranks.
         bucket_bytes: bytes of buffers that reduce gradients over ranks; for an engine, also of its master weights.
     """
@@ -53,6 +54,7 @@ class Attached:
     budget: Size | BudgetFunction
     total_steps: int | None
     accumulation_steps: int
+    learns_accumulation: bool = False
     adaptive: bool = False
     lr_rule: LearningRateRule = "none"
     spread: bool = False

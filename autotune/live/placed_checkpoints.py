@@ -61,14 +61,12 @@ def checkpoint(
             chosen,
             policy="exact",
             memory_budget_bytes=memory_budget,
-            accumulation_steps=1 if accumulation_steps is None else accumulation_steps,
+            accumulation_steps=accumulation_steps,
             runs_dir=None,
         )
     except AttachError as error:
         raise _as_own(error) from None
     if tuner.attached:
-        if accumulation_steps is None:
-            tuner.learn_accumulation()
         _Steps(model, chosen, tuner)
         leave_to_model(tuner)
     return tuner

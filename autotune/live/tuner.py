@@ -294,11 +294,6 @@ class LiveTuner:
             controls.remove(self._facts.model)
             controller.run.log.write("detached", controller.run.step, reason=reason, locks=self._found_locks, **figures)
 
-    def learn_accumulation(self) -> None:
-        """Take over from the loop how many batches a step accumulates, if these are more than one."""
-        if self._controller is not None and not self._controller.run.ranks.many:
-            self._controller.run.profiler.learns_accumulation = self._facts.accumulation_steps == 1
-
     def when_detached(self, call: Callable[[], None]) -> None:
         """Call a function when this tuner is detached, besides what happens then anyway."""
         former = self._on_detach
@@ -358,8 +353,8 @@ class LiveTuner:
             batch: its first micro-batch: any tree of tensors with samples in dimension 0; one without samples counts as
                 one sample.
         """
-        if self._facts.mode is Mode.EXACT:
-            self.learn_accumulation()
+        if self._facts.learns_accumulation and self._controller is not None:
+            self._controller.run.profiler.learns_accumulation = self._facts.accumulation_steps == 1
         self._begin(batch, bounded=True)
 
     def recompute_outside_steps(self) -> None:
