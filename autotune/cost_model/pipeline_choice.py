@@ -96,14 +96,15 @@ def pipelined(profile: Profile, pipeline: Pipeline) -> Profile:
 
     Args:
         profile: the profile of the job in one process.
-        pipeline: the layout; if it names no units, they are divided by the times of the profile's first plan.
+        pipeline: the layout; if it names no units, they are divided by their times where all is saved.
 
     Raises:
         InputError: if the units cannot be divided so, or no k of the profile can be interleaved.
         ProfileError: if the profile is of an earlier version, which does not tell units' bytes apart.
     """
     if not profile.unit_bytes:
-        raise ProfileError("does not tell the bytes of units", where=f"profile of {profile.job}", allowed="a new one")
+        problem, allowed = "does not tell the bytes of units", "a new one: autotune profile --fresh"
+        raise ProfileError(problem, where=f"profile of {profile.job}", allowed=allowed)
     stages, units = pipeline.stages, len(profile.units)
     if stages > units or (pipeline.units and sum(pipeline.units) != units):
         problem = f"{pipeline} does not divide the model's {units} units"
@@ -112,12 +113,10 @@ def pipelined(profile: Profile, pipeline: Pipeline) -> Profile:
     if not ks:
         problem = f"no k of {list(profile.accumulation_choices)} can be interleaved on {pipeline.ranks} ranks"
         raise InputError(problem, where="--mesh", allowed=f"an accumulation choice that {pipeline.ranks} divides")
-
+    divided = pipeline.units or _balanced(_passes(profile, _saving(profile, ks[-1])), stages)
     return replace(
         profile,
-        pipeline=str(
-            replace(pipeline, units=pipeline.units or _balanced(_passes(profile, _saving(profile, ks[-1])), stages))
-        ),
+        pipeline=str(replace(pipeline, units=divided)),
         accumulation_choices=ks,
         tables=tuple(table for table in profile.tables if table.accumulation_steps in ks),
         # Units of a pipeline hand on fp32 under every plan.
