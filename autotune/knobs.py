@@ -33,8 +33,9 @@ _BACKENDS = {
 _ON_ACCELERATORS = ("efficient", "cudnn")
 # The knob that :func:`releases` looks for, and where optimizers are defined that update one parameter at a time.
 RELEASE = "release"
-# The knob that :func:`reduces_in_16_bit` looks for.
-REDUCE = "reduce"
+# The knobs that :func:`communication` looks for, and what precedes the rank of PowerSGD.
+REDUCE, GATHER = "reduce", "gather"
+_LOW_RANK = "powersgd"
 _ONE_BY_ONE = ("torch.optim", "bitsandbytes.optim", "pytorch_optimizer.optimizer.lion")
 
 
@@ -57,6 +58,7 @@ class Knob:
         of_process: returns the context in which the process has the setting; ``None`` for a change of the job.
         needs_accelerator: whether a value can be used only where the job trains on an accelerator.
         saves_memory: whether it is worth a trial for its memory alone, at a price; such a knob is never recommended.
+        of_ranks: whether it changes what ranks send to each other.
     """
 
     exact: bool
@@ -69,6 +71,22 @@ class Knob:
     of_process: Callable[[str], AbstractContextManager[Any]] | None = None
     needs_accelerator: Callable[[str], bool] = lambda _: False
     saves_memory: bool = False
+    of_ranks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """In which form ranks send gradients and weights to each other.
+
+    Attributes:
+        reduces_in_16_bit: whether gradients are added up in bf16, which halves what is sent.
+        gathers_in_16_bit: whether weights are sent in bf16; each rank's shard of them stays as it is.
+        gradient_rank: rank of the two matrices as which replicas send a gradient (PowerSGD); 0 for whole gradients.
+    """
+
+    reduces_in_16_bit: bool = False
+    gathers_in_16_bit: bool = False
+    gradient_rank: int = 0
 
 
 def parsed(text: str, *, where: str, others: Iterable[str] = ()) -> dict[str, str]:
@@ -156,9 +174,21 @@ def releases(text: str | None) -> bool:
     return bool(text) and RELEASE in parsed(text or "", where="knobs")
 
 
-def reduces_in_16_bit(text: str | None) -> bool:
-    """Return whether ranks add up their gradients in bf16, which halves what they send."""
-    return bool(text) and REDUCE in parsed(text or "", where="knobs")
+def communication(text: str | None) -> Communication:
+    """Return in which form knobs let ranks send gradients and weights."""
+    found = parsed(text, where="knobs") if text else {}
+    reduced = found.get(REDUCE, "")
+    return Communication(
+        reduces_in_16_bit=reduced == "bf16",
+        gathers_in_16_bit=GATHER in found,
+        gradient_rank=int(reduced.removeprefix(_LOW_RANK)) if reduced.startswith(_LOW_RANK) else 0,
+    )
+
+
+def of_ranks(text: str | None) -> str | None:
+    """Return those of several knobs that change what ranks send to each other; ``None`` if there are none."""
+    found = parsed(text, where="knobs") if text else {}
+    return text_of({name: value for name, value in found.items() if KNOBS[name].of_ranks}) or None
 
 
 def of_process(text: str | None) -> str | None:
@@ -373,10 +403,21 @@ KNOBS: dict[str, Knob] = {
     REDUCE: Knob(
         exact=False,
         group=REDUCE,
-        code="MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) in fully_shard(), communication_data_type in DeepSpeed",
-        values="bf16",
-        allowed="with =bf16",
+        code="send gradients between ranks as {value}: MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) in "
+        "fully_shard(), communication_data_type in DeepSpeed, powerSGD_hook in DDP",
+        values=f"bf16|{_LOW_RANK}[1-9][0-9]{{0,2}}",
+        allowed=f"with =bf16, or ={_LOW_RANK} and a rank from 1 to 999, as in +reduce={_LOW_RANK}4",
         # Trials of knobs run in one process.
         candidates=tuple,
+        of_ranks=True,
+    ),
+    GATHER: Knob(
+        exact=False,
+        group=GATHER,
+        code="send weights between ranks in {value}: FSDPModule.set_custom_all_gather()",
+        values="bf16",
+        allowed="with =bf16",
+        candidates=tuple,
+        of_ranks=True,
     ),
 }

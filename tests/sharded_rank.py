@@ -117,13 +117,16 @@ def mixed_precision(layout: str, steps: int) -> dict[str, Any]:
     return {"loss_apart": max(apart), "kinds": len(kinds)}
 
 
-def reduced_in_16_bit(layout: str, steps: int) -> dict[str, Any]:
-    """Train with gradients that ranks add up in bf16, and train the same with their own format."""
-    options = EngineOptions(meter_memory=False, statistics_every=None)
-    jobs = [
-        launched(job_of(layout, clip_norm=None), split(f"job{choice}", where="test")[1])
-        for choice in ("", "+reduce=bf16")
-    ]
+def sent_otherwise(layout: str, steps: int) -> dict[str, Any]:
+    """Train with gradients or weights that ranks send in another form, and train the same with their own.
+
+    Args:
+        layout: the layout, and the launch choice after ``+``.
+        steps: number of steps.
+    """
+    layout, _, choice = layout.partition("+")
+    options = EngineOptions(statistics_every=5)
+    jobs = [launched(job_of(layout, clip_norm=None), split(f"job{one}", where="test")[1]) for one in ("", f"+{choice}")]
     engines = [engine_of(layout, job, options=options) for job in jobs]
     draw, losses = random.Random(5), []
     for _ in range(steps):
@@ -131,13 +134,29 @@ def reduced_in_16_bit(layout: str, steps: int) -> dict[str, Any]:
         for engine in engines:
             engine.apply(plan)
         losses.append([engine.run(1).loss for engine in engines])
-    weights = [whole(engine) for engine in engines]
+    weights = [[one.clone() for one in whole(engine)] for engine in engines]
     begun = [one.detach() for one in TorchEngine(job_of(layout)).model.parameters()]
+    metrics_apart = abs(engines[1].evaluate() - float(loss_of(job_of(layout), weights[1])))
+    saved, again = engines[1].snapshot(), []
+    for _ in range(2):
+        engines[1].restore(saved)
+        again.append(f"{engines[1].run(4).loss} {digest(whole(engines[1]))}")
     return {
         "apart": farthest(*weights) / farthest(weights[0], begun),
         "losses_apart": max(abs(one - other) for one, other in losses),
+        "metrics_apart": metrics_apart,
+        "again": again,
         "digest": digest(weights[1]),
     }
+
+
+@torch.no_grad()
+def loss_of(job: Job, weights: list[torch.Tensor]) -> float:
+    """Return the metric of a model with given weights, in this process alone."""
+    model = TorchEngine(job).model.eval()
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.copy_(weight)
+    return job.evaluate(model)
 
 
 def whole(engine: RankEngine) -> list[torch.Tensor]:

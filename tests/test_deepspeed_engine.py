@@ -19,7 +19,7 @@ import sharded_rank
 from leftovers import descendants, listening
 from rank_laws import (
     assert_equals_torch,
-    assert_reduced_in_16_bit,
+    assert_sent_otherwise,
     assert_storage_is_exact,
     assert_troubles_are_shared,
     peaks_of,
@@ -303,7 +303,7 @@ def test_contradicting_configuration_is_rejected_with_key_and_value(config: dict
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_may_be_added_up_in_16_bits(stage: int, tmp_path: Path) -> None:
-    assert_reduced_in_16_bit(run_ranks(tmp_path, "reduced_in_16_bit", stage, 20))
+    assert_sent_otherwise(run_ranks(tmp_path, "sent_otherwise", f"{stage}+reduce=bf16", 20))
 
 
 def test_choice_to_reduce_in_16_bits_sets_the_format_of_communication() -> None:

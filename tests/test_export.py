@@ -307,11 +307,20 @@ def test_script_runs_by_itself_and_trains_like_the_engine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "attribute"), [("dp=2", "job"), ("shard=2", "adaptive"), ("dp=2,shard=2", "job")])
-def test_script_on_ranks_trains_like_one_process(mesh: str, attribute: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "attribute", "choice"),
+    [
+        ("dp=2", "job", None),
+        ("shard=2", "adaptive", None),
+        ("dp=2,shard=2", "job", None),
+        # No gradient is so large that it would be compressed.
+        ("dp=2", "job", "reduce=powersgd999"),
+    ],
+)
+def test_script_on_ranks_trains_like_one_process(mesh: str, attribute: str, choice: str | None, tmp_path: Path) -> None:
     job: Job = getattr(exported_job, attribute)()
     plan = a_plan(accumulation_steps=1)
-    plan = plan.changed(precision=dict.fromkeys(plan.precision, Precision.FP32), launch=Launch(mesh=mesh))
+    plan = plan.changed(precision=dict.fromkeys(plan.precision, Precision.FP32), launch=Launch(mesh=mesh, knobs=choice))
     ranks = Mesh.parse(mesh).ranks
     if "shard" in mesh:
         plan = plan.changed(storage={**plan.storage, "blocks.0": "gathered"})

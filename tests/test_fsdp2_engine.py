@@ -15,7 +15,6 @@ from rank_laws import (
     assert_adapts_as_torch,
     assert_equals_torch,
     assert_mixes_precisions,
-    assert_reduced_in_16_bit,
     assert_storage_is_exact,
     assert_troubles_are_shared,
     peaks_of,
@@ -28,9 +27,7 @@ from torch import nn
 from autotune.cli.main import run
 from autotune.cost_model.memory_model import peak_bytes
 from autotune.engines.registry import RankOptions
-from autotune.engines.torch_engine import TorchEngine
 from autotune.errors import InputError, JobError
-from autotune.launching import launched, split
 from autotune.mechanics.weight_use import weight_use
 from autotune.mesh import Mesh
 from autotune.profiling.profiler import ProfilerOptions
@@ -257,18 +254,6 @@ def test_updates_are_those_of_one_process_while_plan_and_mesh_are_drawn_anew(ran
     found = run_ranks(tmp_path, what, f"shard={ranks}", 200, ranks)
     assert_equals_torch([{"equals_torch": one[what]} for one in found], 200, apart=3e-7)
     assert {one[what]["meshes"] for one in found} == {len(Mesh.all_of(ranks))}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "ranks"), [("shard=2", 2), ("dp=2", 2), ("dp=2,shard=2", 4)])
-def test_gradients_may_be_added_up_in_16_bits(mesh: str, ranks: int, tmp_path: Path) -> None:
-    assert_reduced_in_16_bit(run_ranks(tmp_path, "reduced_in_16_bit", mesh, 20, ranks))
-
-
-def test_one_process_has_nothing_to_add_up() -> None:
-    job = launched(odd_rank_jobs.dropped, split("job+reduce=bf16", where="test")[1])
-    with pytest.raises(JobError, match=r"\+reduce=bf16 is of no use: one process .*allowed: --ranks"):
-        TorchEngine(job)
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from autotune.commands import tuning
 from autotune.engines.job_checks import build_optimizer
 from autotune.errors import BudgetError
 from autotune.io.progress import Silent
-from autotune.knobs import KNOBS, REDUCE, candidates, settings_of
+from autotune.knobs import KNOBS, candidates, settings_of
 from autotune.launching import launched, split, suffix, with_knobs
 from autotune.mechanics.devices import profiled
 from autotune.plan import Launch
@@ -310,9 +310,11 @@ def test_knobs_are_added_to_the_launch_choices_of_a_job() -> None:
             with_knobs(job, text, where="test")
 
 
-def test_every_knob_but_that_of_several_ranks_has_a_candidate_that_can_be_written_behind_a_name() -> None:
+def test_every_knob_but_those_of_several_ranks_has_a_candidate_that_can_be_written_behind_a_name() -> None:
     found = candidates()
-    expected = set(KNOBS) - ({"threads"} - {one[:7] for one in found}) - {REDUCE}
+    expected = (
+        set(KNOBS) - ({"threads"} - {one[:7] for one in found}) - {name for name, one in KNOBS.items() if one.of_ranks}
+    )
     assert {name.partition("=")[0] for name in found} == expected
     assert [split(f"charlm+{name}", where="test")[1].knobs for name in found] == found
 

@@ -82,7 +82,11 @@ def engine_config(job: Job, zero_stage: int, user: Mapping[str, Any] | None = No
 
 def _communication(job: Job, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the setting by which ranks add up gradients in bf16, if the job's launch choices ask for it."""
-    if not knobs.reduces_in_16_bit(job.launch.knobs):
+    sent = knobs.communication(job.launch.knobs)
+    if sent.gathers_in_16_bit or sent.gradient_rank:
+        problem = f"+{knobs.of_ranks(job.launch.knobs)} is not possible"
+        raise InputError(problem, where="engine deepspeed", allowed=f"+{knobs.REDUCE}=bf16, or --engine fsdp2")
+    if not sent.reduces_in_16_bit:
         return {}
     _agree(config, _SENT_IN, "bf16", "+reduce")
     return {_SENT_IN: "bf16"}

@@ -18,7 +18,7 @@ from autotune.choices import DEFAULT_STORAGES, STORAGES
 from autotune.engines.job_checks import ask
 from autotune.engines.rank_engine import RankEngine
 from autotune.engines.rendezvous import join_ranks
-from autotune.engines.torch_engine import EngineOptions, Progress
+from autotune.engines.torch_engine import EngineOptions, Progress, TorchEngine
 from autotune.errors import InputError, JobError
 from autotune.job import Job
 from autotune.measurement import Measurement
@@ -30,12 +30,14 @@ from autotune.mechanics.fully_sharded import (
     devices_of,
     gather_rest,
     keep_gathered,
+    local,
     require_spreadable,
     require_updated_alike,
     spread,
 )
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.rank_calls import RankCalls
+from autotune.mechanics.sent_forms import SentForms, require_receivers
 from autotune.mechanics.shared_norm import share_statistics
 from autotune.mechanics.spread_state import RunState, read_state, save_state
 from autotune.mechanics.tensor_parallel import divide, plan_of, summed_by
@@ -95,6 +97,7 @@ class Fsdp2Engine(RankEngine):
         # Ranks that share layers with this one, and the parameters whose gradients they sum.
         self._layers: Any = None
         self._summed: list[str] = []
+        self._forms = SentForms()
         super().__init__(job, seed=seed, device=device, options=options)
 
     def connect(self, device: str) -> None:
@@ -124,6 +127,7 @@ class Fsdp2Engine(RankEngine):
                 where="--mesh",
                 allowed=MESH_FORM,
             )
+        require_receivers(knobs.communication(self.job.launch.knobs), self.mesh)
         self.restrict_space()
         if self.mesh.shard > 1:
             offered = {*self.space.storages, *(one for one in STORAGES if one.keeps_gathered)}
@@ -148,13 +152,13 @@ class Fsdp2Engine(RankEngine):
         require_spreadable(self.model, contained)
         # Units whose outputs are written to in place gather no weights of their own.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        half = knobs.reduces_in_16_bit(self.job.launch.knobs)
-        between, layers = devices_of(self.mesh, self.device.type)
+        sent = knobs.communication(self.job.launch.knobs)
+        between, layers = devices_of(self.mesh, self.device.type, sent)
         if layers is not None:
             plan = plan_of(self.model, self.job.tensor_parallel, self.mesh.tp)
             self._layers, self._summed = layers, summed_by(self.model, plan)
             divide(self.model, plan, layers, functools.partial(self._loss, piece, trains=True), self._seed + self.share)
-        spread(self.model, contained, self.mesh, self.device.type, reduces_in_16_bit=half, devices=between)
+        self._forms = spread(self.model, contained, self.mesh, self.device.type, sent=sent, devices=between)
         if self.world > 1:
             self._calls = RankCalls([*contained, ""], "fsdp2")
             self._watching = self._calls.watch(self.model)
@@ -173,6 +177,7 @@ class Fsdp2Engine(RankEngine):
             calls=self._calls,
             summed=self._summed,
             layers=self._layers,
+            average=self._forms.average,
         )
 
     def _update_apart(self, optimizer: torch.optim.Optimizer) -> None:
@@ -202,8 +207,9 @@ class Fsdp2Engine(RankEngine):
         if self._calls is not None:
             self._calls.begin()
         try:
-            gather_rest(self.model)
-            return super().evaluate()
+            with self._forms.exact_weights():
+                gather_rest(self.model)
+                return super().evaluate()
         except RuntimeError as error:
             if "DTensor" not in str(error):
                 raise
@@ -214,6 +220,34 @@ class Fsdp2Engine(RankEngine):
             ) from error
         finally:
             self.ranked.settle()
+
+    def continue_at(self, other: Fsdp2Engine) -> None:
+        """Continue with the weights and buffers of another engine of the same ranks, and with its next batch.
+
+        The optimizer's state stays.
+        """
+        other.ranked.settle()
+        self.ranked.settle()
+        given = other.tensors()
+        with torch.no_grad():
+            for name, tensor in self.tensors().items():
+                tensor.copy_(given[name])
+        self.continue_from(other.progress)
+
+    def next_gradient(self, seed: int) -> list[torch.Tensor | None]:
+        """Return this rank's part of the gradient with which the next step would update, without training.
+
+        Args:
+            seed: random seed of that step, for example for dropout.
+        """
+        self.seed_rank(seed)
+        kept = self.update.state_dict()
+        try:
+            found = TorchEngine.gradient(self, self.plan)
+        finally:
+            self.update.load_state_dict(kept)
+            self.ranked.settle()
+        return [None if gradient is None else local(gradient) for gradient in found]
 
     def run(self, steps: int) -> Measurement:
         """Run a window of optimizer steps.

@@ -130,8 +130,8 @@ class PipelineEngine(RankEngine):
         if asked.ranks != self.world:
             problem = f"mesh {asked} is for {asked.ranks} ranks, and there are {self.world}"
             raise InputError(problem, where="--mesh", allowed=PIPELINE_FORM)
-        if knobs.reduces_in_16_bit(self.job.launch.knobs):
-            raise InputError(f"+{knobs.REDUCE}=bf16 is not possible", where=_WHERE, allowed="--engine fsdp2")
+        if sent := knobs.of_ranks(self.job.launch.knobs):
+            raise InputError(f"+{sent} is not possible", where=_WHERE, allowed="--engine fsdp2")
         if asked.stages > len(names):
             problem = f"{asked} has {asked.stages} stages, and the model {len(names)} units"
             raise InputError(problem, where=_WHERE, allowed="at least one unit in each stage")

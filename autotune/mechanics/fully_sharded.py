@@ -18,11 +18,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autotune.errors import JobError, one_line
+from autotune.knobs import Communication
 from autotune.mechanics.collectives import of_all_ranks
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.memory_meter import resident_tensors
+from autotune.mechanics.powersgd import LowRankAverage
 from autotune.mechanics.rank_calls import RankCalls
 from autotune.mechanics.rank_probe import RankProbe, RankUpdate
+from autotune.mechanics.sent_forms import RoundedGather, SentForms
 from autotune.mechanics.trees import map_tensors
 from autotune.mesh import Mesh
 
@@ -51,6 +54,7 @@ class FullyShardedUpdate(RankUpdate):
         calls: record of the step's calls, which ranks compare; ``None`` on one rank.
         summed: names of parameters whose gradients are summed over the ranks that share layers.
         layers: the ranks that share layers; ``None`` if none do.
+        average: what averages gradients between replicas; ``None`` if the model does.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class FullyShardedUpdate(RankUpdate):
         calls: RankCalls | None = None,
         summed: Collection[str] = (),
         layers: DeviceMesh | None = None,
+        average: LowRankAverage | None = None,
     ) -> None:
         super().__init__(optimizer, clip_norm=clip_norm, device_type=device_type, order=model.parameters())
         self.model = model
@@ -72,6 +77,7 @@ class FullyShardedUpdate(RankUpdate):
         self._calls = calls
         self._summed = [one for name, one in model.named_parameters() if name in summed]
         self._layers = layers
+        self._average = average
         self._left = 0
         self._gathering = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -91,7 +97,7 @@ class FullyShardedUpdate(RankUpdate):
         self._mark()
 
     def _mark(self) -> None:
-        if self._mesh.dp == 1:
+        if self._mesh.dp == 1 or self._average is not None:
             return
         root: Any = self.model
         if self._mesh.shard == 1:
@@ -105,19 +111,21 @@ class FullyShardedUpdate(RankUpdate):
             self._calls.end([parameter.grad is not None for parameter in self.parameters])
         for parameter in self._summed:
             if self._layers is not None and parameter.grad is not None:
-                distributed.all_reduce(_local(parameter.grad), group=self._layers.get_group())
+                distributed.all_reduce(local(parameter.grad), group=self._layers.get_group())
+        if self._average is not None:
+            self._average([parameter.grad for parameter in self.parameters])
         return super().unscale()
 
     def shards(self) -> list[tuple[int, torch.Tensor]]:
         """Return this rank's part of the reduced gradient, with the parameters' indices; empty parts are left out."""
-        found = [(index, _local(p.grad)) for index, p in enumerate(self.parameters) if p.grad is not None]
+        found = [(index, local(p.grad)) for index, p in enumerate(self.parameters) if p.grad is not None]
         return [(index, gradient) for index, gradient in found if gradient.numel()]
 
     def undivided_squares(self) -> float:
         """Return the squared norm of this rank's gradient of parameters that are neither divided nor summed."""
         summed = set(map(id, self._summed))
         alike = [one for one in self.parameters if not _is_divided(one) and id(one) not in summed]
-        own = [_local(one.grad) for one in alike if one.grad is not None]
+        own = [local(one.grad) for one in alike if one.grad is not None]
         norms = [norm.double() for norm in torch._foreach_norm(own)] if own else []
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
@@ -144,12 +152,13 @@ class FullyShardedUpdate(RankUpdate):
         """Return this rank's weights and buffers by name."""
         self.settle()
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return {name: _local(tensor) for name, tensor in named.items()}
+        return {name: local(tensor) for name, tensor in named.items()}
 
     def resident(self, model: nn.Module, batches: Sequence[Any]) -> list[torch.Tensor]:
         """Return the tensors that are alive on this rank before a step begins."""
         self.settle()
-        return resident_tensors(model, self.optimizer, batches)
+        kept = [] if self._average is None else self._average.tensors()
+        return [*resident_tensors(model, self.optimizer, batches), *kept]
 
     def settle(self) -> None:
         """Release gathered weights, so that none is older than its shard."""
@@ -166,6 +175,17 @@ class FullyShardedUpdate(RankUpdate):
         own = [p for group in self.optimizer.param_groups for p in group["params"]]
         entries = {key: _whole_of(entry, own[key]) for key, entry in state["state"].items()}
         self.optimizer.load_state_dict({**state, "state": entries})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scaler's state, and what replicas have not sent yet."""
+        kept = {} if self._average is None else {"average": self._average.state_dict()}
+        return {**super().state_dict(), **kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`."""
+        super().load_state_dict({name: value for name, value in state.items() if name != "average"})
+        if self._average is not None:
+            self._average.load_state_dict(state["average"])
 
 
 class FullyShardedProbe(RankProbe):
@@ -213,9 +233,9 @@ def spread(
     mesh: Mesh,
     device_type: str,
     *,
-    reduces_in_16_bit: bool = False,
+    sent: Communication | None = None,
     devices: DeviceMesh | None = None,
-) -> None:
+) -> SentForms:
     """Spread a model over ranks in place: each named module with its weights, then all other weights together.
 
     Args:
@@ -223,19 +243,30 @@ def spread(
         names: modules that gather and release their weights by themselves; they must not overlap.
         mesh: the layout of the ranks.
         device_type: the device's type.
-        reduces_in_16_bit: whether gradients are added up in bf16.
+        sent: in which form gradients and weights are sent; ``None`` for that of the weights.
         devices: the first result of :func:`devices_of`; ``None`` if no ranks share layers.
+
+    Returns:
+        What the model does not send by itself, or not as it is.
     """
-    where = devices or devices_of(mesh, device_type)[0]
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if reduces_in_16_bit else None)
-    act: Any = replicate if mesh.shard == 1 and mesh.dp > 1 else fully_shard
+    sent = sent or Communication()
+    where = devices or devices_of(mesh, device_type, sent)[0]
+    average, gather = None, RoundedGather() if sent.gathers_in_16_bit else None
+    if sent.gradient_rank:
+        average = LowRankAverage(sent.gradient_rank, where["dp"].get_group())
+        where = where["shard"]
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if sent.reduces_in_16_bit else None)
+    act: Any = replicate if where.mesh_dim_names == ("dp",) else fully_shard
     for module in [*(model.get_submodule(name) for name in names), model]:
         gathers = act(module, mesh=where, mp_policy=policy)
+        if gather is not None:
+            gathers.set_custom_all_gather(gather)
         if device_type == "cpu":
             # It would gather weights before they are needed, to no use where nothing runs beside the computation.
             gathers.set_modules_to_backward_prefetch([gathers])
     # Otherwise the first module that is called would count as the model, even if it is a part of it.
     gathers._get_fsdp_state()._lazy_init()
+    return SentForms(average=average, gather=gather)
 
 
 def gather_rest(model: nn.Module) -> None:
@@ -344,22 +375,24 @@ def _alike(before: Sequence[torch.Tensor], wholes: Sequence[nn.Parameter], parts
     """Return whether this rank's parts were updated as whole parameters were, but for rounding."""
     for former, whole, part in zip(before, wholes, parts, strict=True):
         assert isinstance(part, DTensor)
-        own, expected = _local(part), _local(_distributed(whole.detach(), part))
+        own, expected = local(part), local(_distributed(whole.detach(), part))
         moved = (whole.detach() - former).abs().max()
         if own.numel() and (own - expected).abs().max() > _ROUNDING * moved + 1e-6:
             return False
     return True
 
 
-def devices_of(mesh: Mesh, device_type: str) -> tuple[DeviceMesh, DeviceMesh | None]:
+def devices_of(mesh: Mesh, device_type: str, sent: Communication | None = None) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the devices between which samples are divided, and those that share layers; all ranks must call this.
 
     Args:
         mesh: the layout of the ranks.
         device_type: the device's type.
+        sent: in which form gradients and weights are sent; ``None`` for that of the weights.
     """
     sizes = {"dp": mesh.dp, "shard": mesh.shard, _LAYERS: mesh.tp}
-    names = tuple(name for name in ("dp", "shard") if sizes[name] > 1) or ("shard",)
+    both = sent is not None and sent.gradient_rank > 0
+    names = tuple(name for name in ("dp", "shard") if both or sizes[name] > 1) or ("shard",)
     every = (*names, *([_LAYERS] if mesh.tp > 1 else []))
     found = init_device_mesh(device_type, tuple(sizes[name] for name in every), mesh_dim_names=every)
     if every == names:
@@ -399,7 +432,7 @@ def _is_spread(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
@@ -412,7 +445,7 @@ def _parts_of(entry: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
         return {
-            _PART: _local(leaf),
+            _PART: local(leaf),
             "shape": list(leaf.shape),
             "stride": list(leaf.stride()),
             "sharded": _dimensions(leaf),

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from autotune import knobs
 from autotune.cost_model.profile import Profile
 from autotune.engines.rank_processes import RanksError, Report, be_rank, run_on_ranks
 from autotune.engines.registry import ENGINES, RankOptions
+from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import InputError, JobError
+from autotune.job import Job
 from autotune.measurement import Failure
 from autotune.mechanics.devices import device_kind
 from autotune.profiling.profiler import ProfilerOptions, profile
@@ -94,8 +97,9 @@ def profiled_rank(asked: dict[str, Any], report: Report) -> dict[str, Any]:
         no_room=asked["no_room"],
         on_try=report.tries,
     )
+    job = load_job(asked["job"])
     found = profile(
-        load_job(asked["job"]),
+        job,
         device_name=asked["device_name"],
         fingerprint=asked["fingerprint"],
         device=asked["device"],
@@ -103,7 +107,23 @@ def profiled_rank(asked: dict[str, Any], report: Report) -> dict[str, Any]:
         on_progress=report.done,
         make_engine=make_engine,
     )
-    return found.to_json()
+    return replace(found, warnings=(*found.warnings, *_sent_warnings(job, ranks, asked, report))).to_json()
+
+
+def _sent_warnings(job: Job, ranks: RankOptions, asked: dict[str, Any], report: Report) -> list[str]:
+    """Return what the form in which ranks send gradients and weights does to a step's gradient, for users."""
+    what = "the job twice, to compare gradients"
+    if ranks.engine != "fsdp2" or what in asked["no_room"] or not (sent := knobs.of_ranks(job.launch.knobs)):
+        return []
+    from autotune.profiling.sent_error import sent_error
+
+    report.tries(what)
+    options = EngineOptions(meter_memory=False, statistics_every=1)
+    engine = functools.partial(
+        ENGINES[ranks.engine].load(), device=asked["device"], options=options, **ranks.arguments()
+    )
+    error = sent_error(job, engine)
+    return [] if error is None else [error.line(sent)]
 
 
 if __name__ == "__main__":

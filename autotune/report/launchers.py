@@ -57,7 +57,7 @@ def to_deepspeed(launched: Launched) -> Export:
             f"after deepspeed.initialize, {'tuner = ' * places}{how}"
         )
     launch = replace(plan.launch, zero_stage=None)
-    if knobs.reduces_in_16_bit(launch.knobs):
+    if knobs.communication(launch.knobs).reduces_in_16_bit:
         config["communication_data_type"] = "bf16"
         launch = replace(launch, knobs=knobs.without(launch.knobs, knobs.REDUCE))
     if held := own_launch(plan.changed(launch=launch)):

@@ -83,15 +83,15 @@ def to_python(plan: Plan, job: Job, reference: str, ranks: int = 1) -> Export:
     # The repr of a number of another library names its type; JSON makes it a plain number.
     document = json.loads(json.dumps(plan.to_json()))
     script = _SCRIPT.format(
-        imported="\n".join(_imports(job, mesh)),
+        imported="\n".join(_imports(plan, job, mesh)),
         reference=reference,
         document=textwrap.indent(pprint.pformat(document, width=110, sort_dicts=False), " " * 4),
         placed=_block(1, ["device = torch.device(devices.device_kind())"] if mesh is None else _JOINED),
         spread=_block(1, [] if mesh is None else _spread(plan, mesh)),
         prepared=_block(1, _prepared(plan, job)),
         taken=_block(2, _taken(plan, job, mesh)),
-        looped=_block(2, _looped(mesh)),
-        updated=_block(2, _updated(plan, job)),
+        looped=_block(2, _looped(plan, mesh)),
+        updated=_block(2, _updated(plan, job, mesh)),
         ended=_block(2, ["scheduled.advance()", ""]) if job.scheduler is not None else "",
         evaluated=_block(1, _EVALUATED if mesh is None else _EVALUATED_ON_RANKS),
     )
@@ -138,7 +138,7 @@ def _mesh_of(plan: Plan, job: Job, ranks: int) -> Mesh:
     return mesh
 
 
-def _imports(job: Job, mesh: Mesh | None) -> list[str]:
+def _imports(plan: Plan, job: Job, mesh: Mesh | None) -> list[str]:
     """Return the lines that import what the script uses, in order."""
     torches = ["import torch", *([] if mesh is None else ["from torch import distributed"])]
     lines = ["import itertools", "import json", *([] if mesh is None else ["import os"]), "", *torches]
@@ -153,6 +153,7 @@ def _imports(job: Job, mesh: Mesh | None) -> list[str]:
     cut = "deal_to_ranks" if job.batching == "adaptive" else "cut_for_ranks"
     return [
         *lines,
+        *(["from autotune.knobs import Communication"] if knobs.of_ranks(plan.launch.knobs) else []),
         "from autotune.mechanics.agreed_use import contained_units",
         "from autotune.mechanics.cutting import Cutting",
         "from autotune.mechanics.fully_sharded import gather_rest, keep_gathered, spread",
@@ -166,24 +167,26 @@ def _imports(job: Job, mesh: Mesh | None) -> list[str]:
 
 def _spread(plan: Plan, mesh: Mesh) -> list[str]:
     """Return the lines that spread the model over the ranks."""
-    half = ", reduces_in_16_bit=True" if knobs.reduces_in_16_bit(plan.launch.knobs) else ""
+    sent = knobs.communication(plan.launch.knobs)
+    average = "forms = " if sent.gradient_rank else ""
+    form = f", sent={sent}" if knobs.of_ranks(plan.launch.knobs) else ""
     lines = [
         "# Units whose weights nothing else uses gather them by themselves: fully_shard() on each, then on the model.",
         "batch = map_tensors(lambda part: part.to(device), next(iter(job.batches(0))))",
         "own = contained_units(model, list(PLAN.precision), lambda: job.loss(model, batch), rank)",
-        f"spread(model, own, Mesh.parse({str(mesh)!r}), device.type{half})",
+        f"{average}spread(model, own, Mesh.parse({str(mesh)!r}), device.type{form})",
     ]
     if mesh.shard > 1:
         lines.append("keep_gathered(model, {name: one.keeps_gathered for name, one in PLAN.storage.items()})")
     return [*lines, "share_statistics(model)", "# Ranks draw dropout of their own.", "torch.manual_seed(rank)"]
 
 
-def _looped(mesh: Mesh | None) -> list[str]:
+def _looped(plan: Plan, mesh: Mesh | None) -> list[str]:
     """Return the line that begins the loop over micro-batches, and the lines by which replicas reduce once a step."""
     if mesh is None:
         return ["for piece, weight in cutting.shares(pieces, job.count).here:"]
     lines = ["here = shares_of(grid, rank, job.count)[0].here"]
-    if mesh.dp == 1:
+    if mesh.dp == 1 or knobs.communication(plan.launch.knobs).gradient_rank:
         return [*lines, "for piece, weight in here:"]
     mark = "set_requires_gradient_sync" if mesh.shard == 1 else "set_requires_all_reduce"
     return [
@@ -256,10 +259,12 @@ def _taken(plan: Plan, job: Job, mesh: Mesh | None) -> list[str]:
     return lines
 
 
-def _updated(plan: Plan, job: Job) -> list[str]:
+def _updated(plan: Plan, job: Job, mesh: Mesh | None) -> list[str]:
     """Return the lines that run one micro-batch and, after the last one, update the weights."""
     norm = clip_norm(job)
-    clip = [f"torch.nn.utils.clip_grad_norm_(parameters, {norm!r})"] if norm else []
+    low_rank = mesh is not None and knobs.communication(plan.launch.knobs).gradient_rank
+    average = ["forms.average([parameter.grad for parameter in parameters])"] if low_rank else []
+    clip = [*average, *([f"torch.nn.utils.clip_grad_norm_(parameters, {norm!r})"] if norm else [])]
     loss = "    loss = job.loss(model, piece) * weight"
     if not plan.needs_loss_scaling:
         return [loss, "    loss.backward()", *clip, "optimizer.step()"]
