@@ -91,14 +91,19 @@ class PlanPool:
             budget_bytes: shape (lanes,), memory budgets.
             lanes: the lanes that these are of.
         """
-        budget, peaks = budget_bytes[:, None], self.peaks[lanes]
-        place = np.clip((peaks <= budget[:, :, None]).sum(axis=2) - 1, 0, len(LENGTHS) - 2)[:, :, None]
-        low = np.take_along_axis(peaks, place, axis=2)[:, :, 0]
-        high = np.take_along_axis(peaks, place + 1, axis=2)[:, :, 0]
+        budget, plans = budget_bytes[:, None], self.peaks.shape[1]
+        row = np.arange(len(self.peaks))[lanes, None] * plans + np.arange(plans)
+        peaks, begin = self.peaks.reshape(-1), row * len(LENGTHS)
+        # The last place in which a peak fits, by halving: peaks grow with the length.
+        place, step = np.zeros_like(row), 1 << (len(LENGTHS) - 1).bit_length() - 1
+        while step:
+            further = np.minimum(place + step, len(LENGTHS) - 2)
+            place = np.where(peaks[begin + further] <= budget, further, place)
+            step //= 2
+        low, high = peaks[begin + place], peaks[begin + place + 1]
         share = np.clip((budget - low) / np.maximum(high - low, 1.0), 0.0, 1.0)
-        place = place[:, :, 0]
         longest = LENGTHS[place] + share * (LENGTHS[place + 1] - LENGTHS[place])
-        return np.where(peaks[:, :, 0] <= budget, longest, 1e-3)
+        return np.where(peaks[begin] <= budget, longest, 1e-3)
 
     def seconds_per_step(self, factor: Floats, length: Floats) -> Floats:
         """Return every plan's seconds per step, shape (lanes, m); call :meth:`take` first.

@@ -158,7 +158,10 @@ class CostBelief:
             seconds: shape (lanes, plans), expected seconds of each plan.
         """
         shares = self.weights * np.stack([one.scale for one in self._filters])
-        covariance = np.einsum("hn,hnij->nij", shares, np.stack([one.covariance for one in self._filters]))
+        # One product and sum after another: a stack would copy all covariances.
+        covariance = shares[0][:, None, None] * self._filters[0].covariance
+        for share, one in zip(shares[1:], self._filters[1:], strict=True):
+            covariance += share[:, None, None] * one.covariance
         noise = shares.sum(axis=0) * self._filters[0].noise
         spread = np.matmul(plans, covariance)
         variance = (spread * plans).sum(axis=2) + noise[:, None] * np.square(seconds)

@@ -122,11 +122,11 @@ class DipBelief(DipForecast):
         return np.where(self.count[:, None] > 0, chance * np.where(self.elapsed > elapsed, silent, 1.0)[:, None], 0.0)
 
     def _learn_interval(self, lanes: Flags) -> None:
-        inside = np.minimum(self.interval, _SPAN - 1)
-        said = np.where((self.interval < _SPAN)[:, None], self._mass[inside], self._beyond[inside])
-        later = self._weights * np.maximum(said, 1e-12)
-        later = (1 - _CHANGES) * later / later.sum(axis=1, keepdims=True) + _CHANGES * self._prior
-        self._weights = np.where(lanes[:, None], later, self._weights)
+        interval = self.interval[lanes]
+        inside = np.minimum(interval, _SPAN - 1)
+        said = np.where((interval < _SPAN)[:, None], self._mass[inside], self._beyond[inside])
+        later = self._weights[lanes] * np.maximum(said, 1e-12)
+        self._weights[lanes] = (1 - _CHANGES) * later / later.sum(axis=1, keepdims=True) + _CHANGES * self._prior
 
 
 @functools.cache

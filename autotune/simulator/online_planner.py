@@ -166,20 +166,27 @@ class Rooms:
         self._pool = pool
         self._known: dict[int | None, tuple[Floats, Floats]] = {}
 
-    def log_longest(self, budget: Floats, use: int | None) -> Floats:
+    def log_longest(self, budget: Floats, window: int | None) -> Floats:
         """Return the logarithm of these lengths relative to the profiled one, shape (n, plans).
 
         Args:
             budget: shape (n,), budgets in bytes.
-            use: what the budgets are for; those for the same use are expected to change seldom.
+            window: the window that they are for, 0 for the next one; ``None`` for what a dip leaves.
         """
-        former, found = self._known.get(use, (None, None))
-        if former is None or found is None:
-            found = np.log(self._pool.longest(budget))
-        elif len(changed := np.flatnonzero(former != budget)):
+        known = self._known.get(window)
+        if known is None and window and (before := self._known.get(window - 1)):
+            known = before[0], before[1].copy()
+        if known is None:
+            known = budget, np.log(self._pool.longest(budget))
+        former, found = known
+        if len(changed := np.flatnonzero(former != budget)):
             found[changed] = np.log(self._pool.longest(budget[changed], changed))
-        self._known[use] = (budget.copy(), found)
+        self._known[window] = (budget.copy(), found)
         return found
+
+    def go_on(self) -> None:
+        """Note that a window has passed, so that each of those ahead is one nearer."""
+        self._known = {one and one - 1: known for one, known in self._known.items() if one != 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +273,10 @@ class Planner:
         self._rooms = Rooms(lanes.pool)
         # How likely each plan is to run out of memory without a dip, as its own windows show; rises tell it beforehand.
         self._failing = np.zeros(lanes.pool.there.shape)
-        self._by_peak = np.where(lanes.pool.there, lanes.pool.peak_bytes(self.length), 0.0).argsort(axis=1)
+        self._failures = self._failing
+        # Each plan's peak in bytes at the last length.
+        self._peaks = lanes.pool.peak_bytes(self.length)
+        self._by_peak = np.where(lanes.pool.there, self._peaks, 0.0).argsort(axis=1)
         self._fullest = self._by_peak[:, -1]
 
     @property
@@ -312,7 +322,7 @@ class Planner:
         moved = self.belief.moved(weights, other, seconds)
         gain = expected_gain(slower, np.where(moved > _SMALL * seconds, moved, 0.0))
         # A window that runs out of memory teaches nothing.
-        gain *= 1 - self._failures()[rows, close]
+        gain *= 1 - self._failures[rows, close]
         taught = np.zeros_like(left)
         taught[rows, close] = gain * np.clip(windows_left - 1, 0.0, horizon)[:, None]
         return taught
@@ -337,7 +347,8 @@ class Planner:
         windows = max(math.ceil(self.settings.horizon), 1)
         horizon = self.settings.horizon or 1.0
         chances = self._chances(windows, levers)
-        peaks = self.lanes.pool.peak_bytes(self.length * (1 + self.settings.reserve))
+        reserve = self.settings.reserve
+        peaks = self.lanes.pool.peak_bytes(self.length * (1 + reserve)) if reserve else self._peaks
         lost = self._lost(time, situation.switch_s)
         found: list[tuple[float, Floats]] = []
         former, risks = None, (time, time)
@@ -380,7 +391,7 @@ class Planner:
             chance = self.rises.exceed(room, levers.caution, unsure)
             return np.asarray(np.maximum(chance - np.take_along_axis(chance, leanest, axis=1), 0.0))
 
-        usual = beyond(budget, window, 0.0) if self.settings.rise else self._failures()
+        usual = beyond(budget, window, 0.0) if self.settings.rise else self._failures
         if not any_dip:
             return usual, usual
         low = np.minimum(budget, np.exp(self.dips.level))
@@ -409,7 +420,7 @@ class Planner:
             expected: shape (n, plans), expected time of the next window; infinite for plans that do not fit.
         """
         level = np.minimum(np.exp(self.dips.level), budget)
-        ready = self.lanes.pool.peak_bytes(self.length) <= level[:, None]
+        ready = self._peaks <= level[:, None]
         pays = np.where(ready, expected, np.inf).min(axis=1) < np.where(ready, np.inf, expected).min(axis=1)
         likely = self.dips.chances(1)[:, 0] > _LIKELY
         self.left_free = np.where(pays & likely, 1 - level / np.maximum(budget, 1.0), 0.0)
@@ -423,7 +434,10 @@ class Planner:
             self._learn_failure(seen)
         self._learn_dip(seen)
         self.seen = seen
+        if not np.array_equal(seen.length, self.length):
+            self._peaks = self.lanes.pool.peak_bytes(seen.length)
         self.length = seen.length
+        self._rooms.go_on()
         rows, pool = np.arange(len(self.lanes)), self.lanes.pool
         between, constant = pool.between[rows, seen.plan], pool.constant[rows, seen.plan]
         weights = pool.weights[rows, seen.plan] * seen.length[:, None]
@@ -437,21 +451,22 @@ class Planner:
         left = np.maximum(np.log(seen.budget), least)
         self.dips.learn(np.minimum(seen.dip, most + _ROOMY - left), left)
 
-    def _failures(self) -> Floats:
-        """Return how likely plans have shown to run out of memory, at least as likely as any of a lower peak."""
-        if not self._failing.any():
-            return self._failing
-        sorted_by_peak = np.take_along_axis(self._failing, self._by_peak, axis=1)
-        found = np.empty_like(self._failing)
-        np.put_along_axis(found, self._by_peak, np.maximum.accumulate(sorted_by_peak, axis=1), axis=1)
-        return found
-
     def _learn_failure(self, seen: Seen) -> None:
-        """Take in whether a window without a dip ran out of memory; what was learnt so is forgotten slowly."""
+        """Take in whether a window without a dip ran out of memory; what was learnt so is forgotten slowly.
+
+        A plan is at least as likely to run out of memory as any of a lower peak.
+        """
         rows, usual = np.arange(len(self.lanes)), seen.dip <= DIP
         self._failing *= _FORGOTTEN
         known = self._failing[rows, seen.plan]
         self._failing[rows, seen.plan] = np.where(usual, known + _FAILURE_WEIGHT * (seen.ran_out - known), known)
+        failed = np.flatnonzero(self._failing.any(axis=1))
+        order = self._by_peak[failed]
+        sorted_by_peak = np.take_along_axis(self._failing[failed], order, axis=1)
+        likely = np.empty_like(sorted_by_peak)
+        np.put_along_axis(likely, order, np.maximum.accumulate(sorted_by_peak, axis=1), axis=1)
+        self._failures = np.zeros_like(self._failing)
+        self._failures[failed] = likely
 
     def step_seconds(self, plan: Indices, length: Floats) -> Floats:
         """Return the expected seconds of a step, shape (n,).
@@ -481,4 +496,4 @@ class Planner:
         # Under adaptive batching, k = 1 gives no estimate of the noise scale; while it is unknown, prefer the second k.
         first = np.where(lanes.pool.k == 1, 1.0, 1e-3)
         worth = np.where(known | ~adaptive | (lanes.num_k < 2)[:, None], worth, first)
-        return np.asarray(worth * k ** levers.k_bias[:, None])
+        return np.asarray(worth * k ** levers.k_bias[:, None] if levers.k_bias.any() else worth)
