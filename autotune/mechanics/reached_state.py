@@ -279,7 +279,9 @@ def _inner(one: Any) -> list[Any] | None:
         return None if isinstance(one, nn.Parameter) else []
     if isinstance(one, nn.Module):
         # One that no module has as its part. Its own parts are left out: it may lead to the whole model.
-        return [held for held in one._buffers.values() if held is not None] if type(one._buffers) is dict else None
+        # One that is being copied has none yet.
+        buffers = vars(one).get("_buffers")
+        return [held for held in buffers.values() if held is not None] if type(buffers) is dict else None
     if isinstance(one, np.ma.MaskedArray):
         return [one.data, one.mask]
     if isinstance(one, np.ndarray):

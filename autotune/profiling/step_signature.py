@@ -27,7 +27,8 @@ _EVENLY = 1.05
 _UNTOLD_BYTES = 256
 # Number of steps after which a model's parameters are listed again.
 _WALK_EVERY = 16
-_REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
+_REQUIRES_GRAD, _DTYPE = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
+_TRAINING = operator.attrgetter("training")
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -38,8 +39,8 @@ class Signature:
 
     Attributes:
         shapes: shapes of the batch's tensors.
-        trained: hash of which parameters require a gradient and which modules are in training mode, and number of
-            parameters with optimizer state.
+        trained: hash of which parameters require a gradient, of their dtypes and of which modules are in training mode,
+            and number of parameters with optimizer state.
         calls: calls of a unit per forward pass, divided by the number when the run was profiled.
     """
 
@@ -81,7 +82,7 @@ class Signature:
 
 
 class Trained:
-    """Which of a model's parameters require a gradient, and which of its modules are in training mode.
+    """Which of a model's parameters require a gradient, in which dtypes, and which of its modules are in training mode.
 
     It lists them only every ``_WALK_EVERY`` steps, or when the optimizer's number of parameters has changed. Until
     then, those that were added, replaced or removed go unnoticed.
@@ -97,7 +98,7 @@ class Trained:
         self._owned = self._steps = 0
 
     def present(self, owned: int) -> int:
-        """Return a hash of both.
+        """Return a hash of all that.
 
         Args:
             owned: number of the optimizer's parameters.
@@ -107,7 +108,8 @@ class Trained:
             held = (one for module in self._modules for one in module._parameters.values())
             self._parameters = [parameter for parameter in held if parameter is not None]
         self._owned, self._steps = owned, self._steps + 1
-        return hash((tuple(map(_REQUIRES_GRAD, self._parameters)), tuple(map(_TRAINING, self._modules))))
+        gradients, dtypes = map(_REQUIRES_GRAD, self._parameters), map(_DTYPE, self._parameters)
+        return hash((tuple(gradients), tuple(dtypes), tuple(map(_TRAINING, self._modules))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
