@@ -180,6 +180,26 @@ def test_average_approaches_the_true_noise_scale():
     assert average.noise_scale == pytest.approx(true_trace / true_square, rel=0.1)
 
 
+def running_estimates(k: int, steps: int, seed: int) -> list[float | None]:
+    """Return the estimate after each of the last steps of k micro-batches of 4; the true noise scale is 200 samples."""
+    generator = np.random.default_rng(seed)
+    mean, deviation = np.full(400, 0.05), math.sqrt(200 / 400 / 4)
+    average, found = NoiseScaleAverage(), []
+    for _ in range(steps):
+        micro = mean + deviation * generator.standard_normal((k, 400))
+        squares, whole = (micro**2).sum(axis=1).tolist(), float((micro.mean(axis=0) ** 2).sum())
+        average = average.updated(noise_sample(squares, [4] * k, whole))
+        found.append(average.noise_scale)
+    return found[-steps // 4 :: 25]
+
+
+@pytest.mark.parametrize(("k", "steps"), [(2, 1200), (8, 600), (64, 100)])
+def test_noise_scale_does_not_depend_on_the_number_of_micro_batches(k, steps):
+    found = [noise for seed in range(4) for noise in running_estimates(k, steps, seed)]
+    # Averages of ten samples gave less than 111 or more than 628 in a fifth of the steps at k = 2, and sometimes none.
+    assert all(noise is not None and 200 / 1.6 < noise < 200 * 1.6 for noise in found)
+
+
 @given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
 def test_noise_scale_does_not_depend_on_gradient_magnitude(trace, square, factor):
     assume(trace * factor > 0)

@@ -9,6 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Relative standard error of the average |G|^2 down to which its window grows, and the longest window in samples.
+RELATIVE_ERROR = 0.2
+LONGEST_WINDOW = 400
+
 
 def gradient_variance(
     micro_squares: Sequence[float], mean_square: float, shares: Sequence[float] | None = None
@@ -92,31 +96,42 @@ class NoiseScaleAverage:
     """Moving averages of the numerator and the denominator of the noise scale.
 
     The averaging window is short at first and grows to ``1/(1-decay)`` samples, since |G|^2 falls steeply early in
-    training and a long window would lag behind.
+    training and a long window would lag behind. It grows further, up to ``LONGEST_WINDOW``, while |G|^2 is known worse
+    than ``RELATIVE_ERROR``: steps of few samples tell so little of it that the quotient of short averages is often much
+    too large, or absent, although numerator and denominator are unbiased.
 
     Attributes:
         trace: average of tr(Sigma).
         square: average of |G|^2.
         count: samples averaged so far.
-        decay: the largest weight of the previous average.
+        decay: the largest weight of the previous average where |G|^2 is certain.
+        spread: variance of the samples of |G|^2.
     """
 
     trace: float = 0.0
     square: float = 0.0
     count: int = 0
     decay: float = 0.9
+    spread: float = 0.0
 
     def updated(self, sample: NoiseSample) -> NoiseScaleAverage:
         """Return the average with one more sample; a sample that is not finite is ignored."""
         if not (math.isfinite(sample.trace) and math.isfinite(sample.square)):
             return self
-        past = min(self.decay, self.count / (self.count + 1.0))
+        past = min(self._longest_memory(), self.count / (self.count + 1.0))
+        deviation = sample.square - self.square if self.count else 0.0
         return NoiseScaleAverage(
             trace=past * self.trace + (1 - past) * sample.trace,
             square=past * self.square + (1 - past) * sample.square,
             count=self.count + 1,
             decay=self.decay,
+            spread=past * (self.spread + (1 - past) * deviation * deviation),
         )
+
+    def _longest_memory(self) -> float:
+        """Return the weight of the previous average once there are enough samples."""
+        wanted = self.spread / max(self.square, 1e-300) / max(self.square, 1e-300) / RELATIVE_ERROR**2
+        return max(self.decay, 1 - 1 / min(max(wanted, 1.0), LONGEST_WINDOW))
 
     @property
     def noise_scale(self) -> float | None:
