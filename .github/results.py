@@ -249,6 +249,33 @@ def batching(found: Document) -> Iterator[str]:
     yield from table(["batching", "time"], ((name, interval(row["mean"], row["ci95"])) for name, row in rows))
 
 
+def ramp(found: Document) -> Iterator[str]:
+    """Yield arms at equal cost against the best constant."""
+    best, tried, arms = found["best"], found["tuning_runs"], found["arms"]
+    yield (
+        f"Job `{found['job']}`, {found['seeds']} seeds: cost to the same loss over that of the best constant of "
+        f"{tried['k=']}, {best['k=']}. The fixed cost of an update is {found['fixed_samples']:g} samples, a run costs "
+        f"{found['total_samples']:,.0f}. Tuning is free but for branches, whose cost counts."
+    )
+    rows = {
+        "branches (`autotune ramp`), not tuned": "branches",
+        f"plain ramp, the best of {tried['ramp']}: {best['ramp']}": best["ramp"],
+        f"noise scale, the best of {tried['noise scale']}: {best['noise scale']}": best["noise scale"],
+    }
+    finalists = (name for name, arm in arms.items() if len(arm["metric"]) > 1 and name not in rows.values())
+    yield from table(
+        ["batch and learning rate", "cost", "metric at the end, mean"],
+        ((shown, *ramp_cells(arms[name])) for shown, name in {**rows, **{name: name for name in finalists}}.items()),
+    )
+
+
+def ramp_cells(arm: Document) -> tuple[str, str]:
+    """Return the cost of an arm over that of the best constant, and its mean metric at the end."""
+    ratio, ends = arm["cost_over_best"], arm["metric"]
+    mean = "failed" if None in ends else f"{sum(ends) / len(ends):.3f}"
+    return ("" if ratio is None else interval(ratio["mean"], ratio["ci95"])), mean
+
+
 def cluster(found: Document) -> Iterator[str]:
     """Yield how trials on several workers scale."""
     per_minute = found["trials_per_minute"]
@@ -539,6 +566,7 @@ KINDS: dict[str, tuple[str, Callable[[Document], Iterator[str]]]] = {
     "dips": ("Policies on real jobs whose budget dips", comparison),
     "attach": ("Attached to live training", attached),
     "batching": ("Adaptive batching", batching),
+    "ramp": ("Ramps of the batch, with a fixed cost of each update", ramp),
     "reproduce": ("The paper's tables, on small jobs", reproduced),
     "storages": ("What each storage costs", storages),
     "peers": ("Techniques of other programs", peers),

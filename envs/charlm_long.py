@@ -28,12 +28,12 @@ BUCKET = 32
 class Layer(nn.Module):
     """One transformer block with fused attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm_attention, self.norm_network = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention_in = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.attention_out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm_attention, self.norm_network = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.attention_in(self.norm_attention(x)).unflatten(-1, (3, HEADS, -1))
@@ -46,13 +46,13 @@ class Layer(nn.Module):
 class LongGPT(nn.Module):
     """Predict the next byte of a long passage."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, blocks: int = BLOCKS) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(256, WIDTH)
-        self.positions = nn.Embedding(LONGEST, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(BLOCKS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 256, bias=False)
+        self.bytes = nn.Embedding(256, width)
+        self.positions = nn.Embedding(LONGEST, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = self.bytes(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
@@ -109,6 +109,14 @@ def short_batches(seed: int) -> Iterator[torch.Tensor]:
         yield passages(generator, SHORTEST // 2)
 
 
+def context_batches(seed: int) -> Iterator[torch.Tensor]:
+    """Yield batches of 32 contexts of eight bytes and the byte after each."""
+    generator = torch.Generator().manual_seed(seed)
+    training = text()[: len(text()) * 9 // 10].unfold(0, 9, 1)
+    while True:
+        yield training[torch.randint(len(training), (32,), generator=generator)]
+
+
 def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
@@ -124,6 +132,15 @@ def short_validation_loss(model: nn.Module) -> float:
     length = SHORTEST // 2 + 1
     held_out = text()[-64 * length :].view(64, length).to(device)
     return mean_loss(model, held_out).item()
+
+
+def context_validation_loss(model: nn.Module) -> float:
+    device = next(model.parameters()).device
+    return mean_loss(model, text()[-256 * 9 :].view(256, 9).to(device)).item()
+
+
+def fast_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.01)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -167,4 +184,18 @@ adaptive = replace(
     target=1.9,
     max_steps=4000,
     evaluate_every=25,
+)
+
+# A network so small that a core trains hundreds of updates of 1,024 samples in a minute; for ramps of the batch.
+contexts = replace(
+    adaptive,
+    name="charlm_long_contexts",
+    model=functools.partial(LongGPT, 32, 1),
+    batches=context_batches,
+    optimizer=fast_optimizer,
+    evaluate=context_validation_loss,
+    batch_size=32,
+    accumulation_choices=(1, 2, 4, 8, 16, 32),
+    target=2.2,
+    max_steps=1000,
 )

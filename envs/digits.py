@@ -47,6 +47,29 @@ class ResidualNetwork(nn.Module):
         return self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
 
 
+class DenseBlock(nn.Module):
+    """A hidden layer on a residual path; LayerNorm, since BatchNorm would make gradients depend on k."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class Perceptron(nn.Module):
+    """Classify 8x8 images of digits without convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(DenseBlock() for _ in range(3)))
+        self.head = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 10))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(images.flatten(1)))
+
+
 @functools.cache
 def images_and_labels() -> tuple[torch.Tensor, torch.Tensor]:
     """Return all 1,797 images, scaled to 0..1, and labels, in a fixed random order."""
@@ -63,6 +86,18 @@ def batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield images[chosen], labels[chosen]
 
 
+def moved_batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield batches of 32 images drawn at random, each moved by up to a pixel, with noise."""
+    images, labels = (part[:TRAINING_IMAGES] for part in images_and_labels())
+    moved = F.pad(images[:, 0], (1, 1, 1, 1)).unfold(1, 8, 1).unfold(2, 8, 1)
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        chosen = torch.randint(TRAINING_IMAGES, (32,), generator=generator)
+        down, right = torch.randint(3, (2, 32), generator=generator)
+        noise = 0.3 * torch.randn(32, 1, 8, 8, generator=generator)
+        yield moved[chosen, down, right].unsqueeze(1) + noise, labels[chosen]
+
+
 def mean_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     images, labels = batch
     return F.cross_entropy(model(images), labels)
@@ -72,6 +107,12 @@ def accuracy(model: nn.Module) -> float:
     device = next(model.parameters()).device
     images, labels = (part[TRAINING_IMAGES:].to(device) for part in images_and_labels())
     return (model(images).argmax(1) == labels).float().mean().item()
+
+
+def validation_loss(model: nn.Module) -> float:
+    device = next(model.parameters()).device
+    images, labels = (part[TRAINING_IMAGES:].to(device) for part in images_and_labels())
+    return F.cross_entropy(model(images), labels).item()
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -113,3 +154,18 @@ adamw = replace(job, name="digits_adamw", optimizer=adamw_optimizer)
 
 # The same run with shorter windows, for events between evaluations, such as memory dips.
 watched = replace(job, name="digits_watched", evaluate_every=2)
+
+# A perceptron whose step takes a few milliseconds at most, on images that never repeat; for ramps of the batch.
+perceptron = replace(
+    job,
+    name="digits_perceptron",
+    model=Perceptron,
+    batches=moved_batches,
+    evaluate=validation_loss,
+    target=0.15,
+    goal="min",
+    batch_size=32,
+    accumulation_choices=(1, 2, 4, 8, 16, 32),
+    schedule=None,
+    max_steps=1000,
+)

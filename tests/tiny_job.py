@@ -85,6 +85,16 @@ def one_k() -> Job:
     return make(accumulation_choices=(1,))
 
 
+def adaptive_job() -> Job:
+    """Return the job with a choice of how many batches a step consumes."""
+    return make(batching="adaptive", schedule=None)
+
+
+def one_adaptive_k() -> Job:
+    """Return the job with steps of one batch, which it calls adaptive."""
+    return make(batching="adaptive", schedule=None, accumulation_choices=(1,))
+
+
 def k_larger_than_batch() -> Job:
     return make(accumulation_choices=(1, 2, 64))
 

@@ -16,6 +16,7 @@ from autotune.cli import console as shared
 from autotune.cli.arguments import input_path
 from autotune.cli.console import (
     EngineOption,
+    FixedCostOption,
     JsonOption,
     LeanOption,
     MeshOption,
@@ -23,6 +24,7 @@ from autotune.cli.console import (
     RunsOption,
     SeedOption,
     StepsOption,
+    TotalCostOption,
 )
 from autotune.errors import InputError
 
@@ -438,16 +440,26 @@ def batching(
         int, typer.Option("--seeds", min=1, max=1000, help="Number of paired runs, or of turns at each k.")
     ] = 6,
     policy: Annotated[str, typer.Option("--policy", help="Policy that is attached.")] = "ppo",
+    fixed_cost: FixedCostOption = None,
+    cost: TotalCostOption = None,
 ) -> _Measured:
     """Compare constant numbers of batches per step with a live run, or cutting by samples with cutting by tokens.
 
-    The live run follows the gradient's noise. A job that is cut by tokens is compared with itself, cut by samples.
+    The live run follows the gradient's noise. A job that is cut by tokens is compared with itself, cut by samples. With
+    --fixed-cost, constants are compared at equal cost with ramps: plain, by the noise scale, and as 'ramp' finds them.
     """
-    from autotune.bench import bench_cutting
+    from autotune.bench import bench_cutting, bench_ramp
     from autotune.bench.bench_batching import bench_growing_noise, lines
     from autotune.catalog import load_job
 
     loaded = load_job(job)
+    if cost is not None and fixed_cost is None:
+        raise InputError("--cost is given without --fixed-cost", where="bench batching", allowed="both, or neither")
+    if fixed_cost is not None:
+        document = bench_ramp.bench_ramp(
+            loaded, fixed_samples=fixed_cost, total_samples=cost, seeds=seeds, reporter=run.bars
+        )
+        return _Measured(f"ramp-{document['job']}-{fixed_cost:g}", document, bench_ramp.lines(document))
     if loaded.split == "tokens":
         document = bench_cutting.bench_cutting(loaded, rounds=seeds, reporter=run.bars)
         return _Measured(f"cutting-{document['job']}", document, bench_cutting.lines(document))

@@ -37,6 +37,11 @@ HELP: dict[str, tuple[str, ...]] = {
         "autotune knobs charlm",
         "autotune knobs mine.py:job --tolerant --json",
     ),
+    "ramp": (
+        "Find a learning rate, and a ramp of the batch.",
+        "autotune ramp charlm_long:contexts --fixed-cost 64 --cost 60000",
+        "autotune ramp mine.py:job --json",
+    ),
     "train": (
         "Train a policy by PPO.",
         "autotune train --recipe policies/ppo.toml",

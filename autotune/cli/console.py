@@ -39,6 +39,19 @@ MOST_STEPS = 1_000_000
 LONGEST_S = 86_400
 MOST_WATTS = 1_000_000
 
+FixedCostOption = Annotated[
+    float | None,
+    typer.Option("--fixed-cost", min=0.0, max=1e9, help="Fixed cost of an update, in samples that cost as much."),
+]
+TotalCostOption = Annotated[
+    float | None,
+    typer.Option(
+        "--cost",
+        min=1.0,
+        max=1e15,
+        help="Cost of a whole run in samples, updates' fixed costs included; that of the job's max_steps if left out.",
+    ),
+]
 SeedOption = Annotated[
     int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Random seed for the search and the tuning engine.")
 ]

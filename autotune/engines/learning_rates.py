@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 class LearningRates:
     """The learning rates of one run's optimizer.
 
+    Attributes:
+        scale: factor on the rates beside those of the schedule and of the batch; a torch scheduler's rates ignore it.
+
     Args:
         job: the job.
         optimizer: its optimizer, before the first step.
@@ -35,6 +38,7 @@ class LearningRates:
         # Schedulers change momenta and others besides the rates.
         self._first = [_settings(group) for group in optimizer.param_groups]
         self._base_rates = [first["lr"] for first in self._first]
+        self.scale = 1.0
         self._steps = 0
         self._ended = False
         self._scheduler: LRScheduler | None = build_scheduler(job, optimizer)
@@ -49,9 +53,9 @@ class LearningRates:
         """
         if self._scheduler is not None:
             return
-        job, factor = self._job, 1.0
+        job, factor = self._job, self.scale
         if job.batching == "adaptive":
-            factor = batch_factor(job.lr_rule, k, 1)
+            factor *= batch_factor(job.lr_rule, k, 1)
         if job.schedule is not None:
             factor *= job.schedule.factor(samples / self._total_samples)
         for group, base in zip(optimizer.param_groups, self._base_rates, strict=True):

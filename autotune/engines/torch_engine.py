@@ -231,6 +231,14 @@ class TorchEngine(EngineBase):
         self.plan = plan
         self._steps_under_plan = 0
 
+    def scale_learning_rate(self, factor: float) -> None:
+        """Make the next steps run with a multiple of the job's learning rate; restoring a snapshot keeps it.
+
+        Args:
+            factor: factor on the rates of the job's optimizer, > 0; a torch scheduler's rates ignore it.
+        """
+        self._rates.scale = factor
+
     def run(self, steps: int) -> Measurement:
         """Run a window of optimizer steps; a failure ends it early and undoes the failed step, except a partial update.
 
