@@ -253,7 +253,7 @@ def ramp(found: Document) -> Iterator[str]:
     """Yield arms at equal cost against the best constant."""
     best, tried, arms = found["best"], found["tuning_runs"], found["arms"]
     yield (
-        f"Job `{found['job']}`, {found['seeds']} seeds: cost to the same loss over that of the best constant of "
+        f"Job `{found['job']}`, {len(found['seeds'])} seeds: cost to the same loss over that of the best constant of "
         f"{tried['k=']}, {best['k=']}. The fixed cost of an update is {found['fixed_samples']:g} samples, a run costs "
         f"{found['total_samples']:,.0f}. Tuning is free but for branches, whose cost counts."
     )

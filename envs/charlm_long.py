@@ -186,7 +186,7 @@ adaptive = replace(
     evaluate_every=25,
 )
 
-# A network so small that a core trains hundreds of updates of 1,024 samples in a minute; for ramps of the batch.
+# A network so small that a core trains hundreds of updates of 2,048 samples in a minute; for ramps of the batch.
 contexts = replace(
     adaptive,
     name="charlm_long_contexts",
@@ -195,7 +195,7 @@ contexts = replace(
     optimizer=fast_optimizer,
     evaluate=context_validation_loss,
     batch_size=32,
-    accumulation_choices=(1, 2, 4, 8, 16, 32),
+    accumulation_choices=(1, 2, 4, 8, 16, 32, 64),
     target=2.2,
     max_steps=1000,
 )

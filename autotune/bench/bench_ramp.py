@@ -21,6 +21,7 @@ from autotune.cost_model.learning_rate import batch_factor
 from autotune.errors import InputError
 from autotune.io.progress import Reporter
 from autotune.job import Job
+from autotune.records.protocol import paired_seeds
 from autotune.stats import mean_with_interval
 
 # Factors on the job's learning rate with which constants and plain ramps are tuned; the number of constant batches.
@@ -60,34 +61,34 @@ def bench_ramp(
         reporter: shows progress.
 
     Raises:
-        InputError: if the job's batching is not adaptive, or a cost is no number of samples.
+        InputError: if the job's batching is not adaptive, a cost is no number of samples, or there is but one seed.
     """
     job = load_job(reference)
     if job.batching != "adaptive":
         raise InputError(f"batching of {job.name} is {job.batching!r}", where="bench batching", allowed="adaptive")
     total = job.max_steps * (fixed_samples + job.batch_size) if total_samples is None else total_samples
     costs = Costs(fixed_samples=fixed_samples, total_samples=total)
-    arms = arms_of(job, costs)
+    arms, paired = arms_of(job, costs), paired_seeds(seeds)
     reporter.stage(f"ramps of {job.name}: settings of constants, ramps and the noise rule", len(arms))
     curves: dict[str, list[Curve]] = {}
     for number, (name, choose) in enumerate(arms.items()):
-        curves[name] = [_trained(job, costs, 0, choose)]
+        curves[name] = [_trained(job, costs, paired[0], choose)]
         reporter.advance(number + 1)
     finalists = [name for kind in KINDS for name in _ranked(curves, kind)[:FINALISTS]]
     reporter.stage(f"ramps of {job.name}: the best of them and branches, in turn", seeds * (len(finalists) + 1))
     ramps = []
-    for seed in range(seeds):
-        for name in finalists if seed else ():
+    for number, seed in enumerate(paired):
+        for name in finalists if number else ():
             curves[name].append(_trained(job, costs, seed, arms[name]))
         ramps.append(find_ramp(job, costs, seed=seed))
-        reporter.advance((seed + 1) * (len(finalists) + 1))
+        reporter.advance((number + 1) * (len(finalists) + 1))
     curves["branches"] = [ramp.curve for ramp in ramps]
     best = {kind: _ranked({name: curves[name] for name in finalists}, kind)[0] for kind in KINDS}
     figures = {
         "job": job.name,
         "fixed_samples": fixed_samples,
         "total_samples": total,
-        "seeds": seeds,
+        "seeds": list(paired),
         "best": best,
         "tuning_runs": {kind: sum(name.startswith(kind) for name in arms) for kind in KINDS} | {"branches": 0},
         "arms": {name: _figures(own, curves[best[CONSTANT]], job) for name, own in curves.items()},
@@ -99,15 +100,17 @@ def bench_ramp(
 def arms_of(job: Job, costs: Costs) -> dict[str, Callable[[CostedRun], Setting]]:
     """Return what chooses the setting of each arm beside the branches, by name.
 
-    Constants have the five choices of k that begin at a quarter of the fixed cost.
+    Constants have the five choices of k from a quarter of the fixed cost on. Plain ramps begin there, or at the batch
+    at which branches begin.
     """
-    first = first_setting(job, costs).accumulation_steps
-    begins = job.accumulation_choices.index(first)
+    choices, first = job.accumulation_choices, first_setting(job, costs).accumulation_steps
+    begins = choices.index(max(k for k in choices if k == 1 or 4 * k <= first))
     arms: dict[str, Callable[[CostedRun], Setting]] = {}
-    for k, rate in itertools.product(job.accumulation_choices[begins : begins + BATCHES], RATES):
+    for k, rate in itertools.product(choices[begins : begins + BATCHES], RATES):
         arms[f"k={k}, rate {rate:g}"] = _Constant(Setting(accumulation_steps=k, rate=rate))
+    for k, rate in itertools.product(dict.fromkeys((choices[begins], first)), RATES):
+        arms[f"ramp from k={k}, rate {rate:g}"] = _PlainRamp(choices[choices.index(k) :], rate)
     for rate in RATES:
-        arms[f"ramp, rate {rate:g}"] = _PlainRamp(job.accumulation_choices[begins:], rate)
         arms[f"noise scale, rate {rate:g}"] = _NoiseRule(first, rate)
     return arms
 

@@ -78,7 +78,7 @@ class Branching:
         growth: factor by which the cost of the run grows from one round of branches to the next, > 1.
     """
 
-    first_frac: float = 0.015
+    first_frac: float = 0.01
     share: float = 0.04
     growth: float = 1.8
 
@@ -288,8 +288,11 @@ def measured_fixed_cost(job: Job, *, seed: int = 0) -> float:
 
 
 def first_setting(job: Job, costs: Costs) -> Setting:
-    """Return the job's own rate, and the most batches per update whose samples cost a quarter of the fixed cost."""
-    fitting = [k for k in job.accumulation_choices if 4 * k * job.batch_size <= costs.fixed_samples]
+    """Return the job's own rate, and the most batches per update whose samples cost no more than the fixed cost.
+
+    With fewer, an update would cost at least half as much, however few its samples.
+    """
+    fitting = [k for k in job.accumulation_choices if k * job.batch_size <= costs.fixed_samples]
     return Setting(accumulation_steps=max(fitting, default=1), rate=1.0)
 
 
