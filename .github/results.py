@@ -258,7 +258,8 @@ def ramp(found: Document) -> Iterator[str]:
         f"{found['total_samples']:,.0f}. Tuning is free but for branches, whose cost counts."
     )
     rows = {
-        "branches (`autotune ramp`), not tuned": "branches",
+        "learning rate by branches, then a plain ramp (`autotune ramp`), not tuned": "rate by branches",
+        "learning rate and batch by branches, not tuned": "rate and batch by branches",
         f"plain ramp, the best of {tried['ramp']}: {best['ramp']}": best["ramp"],
         f"noise scale, the best of {tried['noise scale']}: {best['noise scale']}": best["noise scale"],
     }

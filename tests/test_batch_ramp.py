@@ -35,7 +35,16 @@ def costs(total: float = 3_000.0) -> Costs:
 
 @pytest.fixture(scope="module")
 def ramp() -> Ramp:
-    return find_ramp(adaptive(), costs())
+    return find_ramp(adaptive(), costs(), branching=Branching(larger_at=None))
+
+
+def test_batch_grows_at_the_given_shares_of_the_cost() -> None:
+    found = find_ramp(adaptive(), costs(2_000.0), branching=Branching(larger_at=(0.5,)))
+    (chosen,) = found.rounds
+    (_, first), (update, later) = found.updates
+    assert first == chosen.chosen == Setting(accumulation_steps=1, rate=first.rate)
+    assert later == Setting(accumulation_steps=2, rate=first.rate)
+    assert update * (12 + tiny_job.BATCH) + found.lost == pytest.approx(1_000, rel=0.05)
 
 
 def test_everything_that_is_trained_counts_as_cost(ramp: Ramp) -> None:
@@ -75,7 +84,7 @@ def test_too_low_a_learning_rate_is_raised() -> None:
 
 def test_branches_that_are_not_kept_leave_no_trace() -> None:
     """The run trains as if it had had its settings from the beginning."""
-    found = find_ramp(adaptive(), costs(), branching=Branching(growth=3.0))
+    found = find_ramp(adaptive(), costs(), branching=Branching(larger_at=None, growth=3.0))
     again = CostedRun(adaptive(), costs(), seed=0)
     ends = [number for number, _ in found.updates[1:]]
     for (number, setting), end in zip(found.updates, ends, strict=False):

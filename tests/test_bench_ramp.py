@@ -48,10 +48,10 @@ def test_document_has_every_arm_and_the_best_of_each_kind(document: dict) -> Non
         assert name.startswith(kind)
         assert len(document["arms"][name]["metric"]) == len(document["seeds"]) == 2
     assert document["arms"][document["best"]["k="]]["cost_over_best"]["mean"] == 1.0
-    assert len(document["arms"]["branches"]["cost_over_best"]["values"]) == 2
-    assert document["tuning_runs"] == {"k=": 4, "ramp": 4, "noise scale": 2, "branches": 0}
+    assert len(document["arms"]["rate by branches"]["cost_over_best"]["values"]) == 2
+    assert document["tuning_runs"] == {"k=": 4, "ramp": 4, "noise scale": 2} | dict.fromkeys(bench_ramp.BRANCHED, 0)
     json.dumps(document, allow_nan=False)
-    assert len(lines(document)) == 4
+    assert len(lines(document)) == 5
 
 
 @given(st.floats(1.05, 4.0))

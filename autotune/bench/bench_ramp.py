@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from autotune.bench.harness import SILENT, document_of, interval_text
-from autotune.campaign.batch_ramp import CostedRun, Costs, Setting, find_ramp, first_setting, follow
+from autotune.campaign.batch_ramp import Branching, CostedRun, Costs, Ramp, Setting, find_ramp, first_setting, follow
 from autotune.catalog import load_job
 from autotune.cost_model.goodput import goodput
 from autotune.cost_model.learning_rate import batch_factor
@@ -33,6 +33,8 @@ FINALISTS = 3
 RAMP_AT = (0.25, 0.5)
 # What the names of arms begin with: constants, plain ramps, and the noise rule.
 CONSTANT, PLAIN, NOISE = KINDS = ("k=", "ramp", "noise scale")
+# Runs that find their learning rate themselves: with a batch that grows at fixed points, or where branches say so.
+BRANCHED = {"rate by branches": Branching(), "rate and batch by branches": Branching(larger_at=None)}
 # Number of readings of the metric that are averaged.
 _SMOOTHED = 3
 
@@ -51,7 +53,7 @@ def bench_ramp(
 
     Constants, plain ramps and the noise rule are tuned for free: all their settings are trained on the first seed, the
     best three of each kind on all seeds, and the best of these by its mean is the one that counts. What their tuning
-    would have cost is no part of their figures, but the branches that choose the learning rate of a ramp are.
+    would have cost is no part of their figures; what branches cost is.
 
     Args:
         reference: a job with adaptive batching.
@@ -75,14 +77,17 @@ def bench_ramp(
         curves[name] = [_trained(job, costs, paired[0], choose)]
         reporter.advance(number + 1)
     finalists = [name for kind in KINDS for name in _ranked(curves, kind)[:FINALISTS]]
-    reporter.stage(f"ramps of {job.name}: the best of them and branches, in turn", seeds * (len(finalists) + 1))
-    ramps = []
+    reporter.stage(
+        f"ramps of {job.name}: the best of them and branches, in turn", seeds * (len(finalists) + len(BRANCHED))
+    )
+    ramps: dict[str, list[Ramp]] = {name: [] for name in BRANCHED}
     for number, seed in enumerate(paired):
         for name in finalists if number else ():
             curves[name].append(_trained(job, costs, seed, arms[name]))
-        ramps.append(find_ramp(job, costs, seed=seed))
-        reporter.advance((number + 1) * (len(finalists) + 1))
-    curves["branches"] = [ramp.curve for ramp in ramps]
+        for name, branching in BRANCHED.items():
+            ramps[name].append(find_ramp(job, costs, seed=seed, branching=branching))
+        reporter.advance((number + 1) * (len(finalists) + len(BRANCHED)))
+    curves |= {name: [ramp.curve for ramp in own] for name, own in ramps.items()}
     best = {kind: _ranked({name: curves[name] for name in finalists}, kind)[0] for kind in KINDS}
     figures = {
         "job": job.name,
@@ -90,9 +95,10 @@ def bench_ramp(
         "total_samples": total,
         "seeds": list(paired),
         "best": best,
-        "tuning_runs": {kind: sum(name.startswith(kind) for name in arms) for kind in KINDS} | {"branches": 0},
+        "tuning_runs": {kind: sum(name.startswith(kind) for name in arms) for kind in KINDS}
+        | dict.fromkeys(BRANCHED, 0),
         "arms": {name: _figures(own, curves[best[CONSTANT]], job) for name, own in curves.items()},
-        "ramps": [asdict(ramp) for ramp in ramps],
+        "ramps": {name: [asdict(ramp) for ramp in own] for name, own in ramps.items()},
     }
     return document_of("ramp", figures)
 
@@ -233,7 +239,7 @@ def _figures(curves: Sequence[Curve], best: Sequence[Curve], job: Job) -> dict[s
 def lines(document: Mapping[str, Any]) -> list[str]:
     """Return the results in words."""
     best, arms = document["best"], document["arms"]
-    rows = {"plain ramp, tuned": best[PLAIN], "noise scale, tuned": best[NOISE], "branches": "branches"}
+    rows = {"plain ramp, tuned": best[PLAIN], "noise scale, tuned": best[NOISE], **{name: name for name in BRANCHED}}
     told = [f"best constant of {document['tuning_runs'][CONSTANT]}: {best[CONSTANT]}"]
     for shown, name in rows.items():
         ratio = arms[name]["cost_over_best"]

@@ -1,4 +1,4 @@
-"""Learning rate and batch that follow a run, found by branches of the run itself.
+"""A learning rate that branches of the run find, and a batch that grows on the way.
 
 Where an update has a fixed cost (communication between ranks, an optimizer's pass over all weights), the best number
 of batches per update grows while the loss falls, and the best learning rate is not known in advance. Branches, trained
@@ -74,11 +74,14 @@ class Branching:
 
     Attributes:
         first_frac: cost of each of the first branches, which choose the learning rate, over the whole cost.
+        larger_at: shares of the whole cost at which the run goes on with the next larger batch; ``None`` lets later
+            branches decide that, as the other attributes say.
         share: cost of each later branch over what the run has cost before.
         growth: factor by which the cost of the run grows from one round of branches to the next, > 1.
     """
 
     first_frac: float = 0.01
+    larger_at: tuple[float, ...] | None = (0.25, 0.5)
     share: float = 0.04
     growth: float = 1.8
 
@@ -219,11 +222,11 @@ def follow(run: CostedRun, choose: Callable[[CostedRun], Setting], *, parts: int
 def find_ramp(
     job: Job, costs: Costs, *, seed: int = 0, branching: Branching | None = None, reporter: Reporter | None = None
 ) -> Ramp:
-    """Train a job once, with the learning rate and the batch that branches of the run choose.
+    """Train a job once: branches of the run choose its learning rate, and its batch grows on the way.
 
-    At first, branches find the learning rate: it is doubled while that helps, or else halved. Later ones compare the
-    batch with the next larger one at the same learning rate. A lower rate is no candidate there: it wins short
-    comparisons, since noise falls at once, and loses the run.
+    The learning rate is doubled while branches say that it helps, or else halved. The batch grows at fixed shares of
+    the cost, or where branches say so. These compare it with the next larger one at the same learning rate: a lower
+    rate would win short comparisons, since noise falls at once, and lose the run.
 
     Args:
         job: a job with adaptive batching, whose ``accumulation_choices`` are the batches per update to choose from.
@@ -241,16 +244,13 @@ def find_ramp(
     shown.stage(f"ramp of {job.name}", 100)
     search = _Search(run)
     search.find_rate(first_setting(job, costs), found.first_frac * costs.total_samples)
-    while True:
-        pause = run.spent * (found.growth - 1)
-        larger = search.larger()
-        if larger is None or pause + 2 * found.share * (run.spent + pause) > run.left:
+    if found.larger_at is None:
+        _branch_on(run, search, found, shown)
+    for share in found.larger_at or ():
+        if not follow_until(run, share * costs.total_samples, search.current):
             break
-        current = search.current
-        if not follow_until(run, run.spent + pause, current):
-            break
-        search.compare((current, larger), found.share * run.spent)
-        shown.advance(round(100 * run.spent / costs.total_samples))
+        search.current = search.larger() or search.current
+        shown.advance(round(100 * share))
     follow(run, lambda _: search.current)
     run.close()
     return Ramp(
@@ -260,6 +260,19 @@ def find_ramp(
         cost=run.spent,
         lost=search.lost,
     )
+
+
+def _branch_on(run: CostedRun, search: _Search, branching: Branching, reporter: Reporter) -> None:
+    """Let branches decide again and again whether the batch grows, as long as a whole round and its pause are left."""
+    while True:
+        pause = run.spent * (branching.growth - 1)
+        larger, current = search.larger(), search.current
+        if larger is None or pause + 2 * branching.share * (run.spent + pause) > run.left:
+            return
+        if not follow_until(run, run.spent + pause, current):
+            return
+        search.compare((current, larger), branching.share * run.spent)
+        reporter.advance(round(100 * run.spent / run.costs.total_samples))
 
 
 def measured_fixed_cost(job: Job, *, seed: int = 0) -> float:

@@ -19,7 +19,7 @@ def command(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a job once, and let branches of the run choose its learning rate and batches per update.
+    """Train a job once, let branches of the run choose its learning rate, and let updates grow on the way.
 
     The fixed cost of an update is measured by its time, if it is not given. Nothing is written: the settings that are
     shown, at the updates where they begin, are for the schedule of your own run.
