@@ -192,6 +192,16 @@ def batching() -> Iterator[str]:
     yield f"k = 1 took {rounded('k=1')} of it, k = 8 {rounded('k=8')}"
 
 
+def ramps() -> Iterator[str]:
+    """Yield what ramps, branches and the noise rule cost, over the best constant."""
+    for job, fixed in (("charlm_long:contexts", 64), ("digits:perceptron", 64), ("digits:perceptron", 512)):
+        found = read(f"ramp-{job.replace(':', '_')}-{fixed}")
+        names = ("rate by branches", "rate and batch by branches", found["best"]["ramp"], found["best"]["noise scale"])
+        ratios = [found["arms"][name]["cost_over_best"] for name in names]
+        cells = (f"{one['mean']:.2f} ({one['ci95'][0]:.2f} to {one['ci95'][1]:.2f})" for one in ratios)
+        yield f"| `{job}`, {fixed} | {' | '.join(cells)} |"
+
+
 def cluster() -> Iterator[str]:
     """Yield how trials spread over workers."""
     found = read("cluster-digits")
@@ -243,6 +253,7 @@ def figures() -> list[str]:
         *many_seeds("reproduce-table1-40-seeds"),
         *many_seeds("reproduce-table1-40-seeds-one-thread"),
         *batching(),
+        *ramps(),
         *cluster(),
         *sharded(),
         *search(),
