@@ -5,6 +5,7 @@ python .github/figures.py    # print every figure, to be put into the pages afte
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -194,7 +195,7 @@ def batching() -> Iterator[str]:
 
 def ramps() -> Iterator[str]:
     """Yield what ramps, branches and the noise rule cost, over the best constant."""
-    for job, fixed in (("charlm_long:contexts", 64), ("digits:perceptron", 64), ("digits:perceptron", 512)):
+    for job, fixed in itertools.product(("charlm_long:contexts", "digits:perceptron"), (512, 64)):
         found = read(f"ramp-{job.replace(':', '_')}-{fixed}")
         names = ("rate by branches", "rate and batch by branches", found["best"]["ramp"], found["best"]["noise scale"])
         ratios = [found["arms"][name]["cost_over_best"] for name in names]

@@ -136,6 +136,7 @@ BAD = {
     "one k": ([f"{FILE}:one_adaptive_k"], "allowed: at least two"),
     "negative cost": ([FILE, "--fixed-cost", "-1"], "--fixed-cost"),
     "no cost": ([FILE, "--cost", "0"], "--cost"),
+    "few updates": ([f"{FILE}:adaptive_job", "--fixed-cost", "64", "--cost", "3000"], "allowed: at least 3840"),
     "no number": ([FILE, "--cost", "much"], "--cost"),
 }
 
@@ -148,11 +149,11 @@ def test_bad_input_ends_in_a_sentence(case: str, capsys: pytest.CaptureFixture[s
 
 
 def test_command_prints_the_ramp_as_a_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ramp", f"{FILE}:adaptive_job", "--fixed-cost", "64", "--cost", "3000", "--json"]) == 0
+    assert run(["ramp", f"{FILE}:adaptive_job", "--fixed-cost", "64", "--cost", "4000", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["job"] == "tiny"
     assert document["fixed_samples"] == 64
     assert document["updates"][0][1].keys() == {"accumulation_steps", "rate"}
     assert document["metric"] == document["curve"][-1][1]
-    assert run(["ramp", f"{FILE}:adaptive_job", "--fixed-cost", "64", "--cost", "3000"]) == 0
+    assert run(["ramp", f"{FILE}:adaptive_job", "--fixed-cost", "64", "--cost", "4000"]) == 0
     assert "samples per update" in capsys.readouterr().out

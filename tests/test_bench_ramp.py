@@ -39,7 +39,7 @@ def document() -> dict[str, object]:
         patched.setattr(bench_ramp, "RATES", (1.0, 2.0))
         patched.setattr(bench_ramp, "BATCHES", 2)
         patched.setattr(bench_ramp, "FINALISTS", 1)
-        return bench_ramp.bench_ramp(adaptive(), fixed_samples=32.0, total_samples=800.0, seeds=2)
+        return bench_ramp.bench_ramp(adaptive(), fixed_samples=8.0, total_samples=800.0, seeds=2)
 
 
 def test_document_has_every_arm_and_the_best_of_each_kind(document: dict) -> None:
@@ -49,7 +49,7 @@ def test_document_has_every_arm_and_the_best_of_each_kind(document: dict) -> Non
         assert len(document["arms"][name]["metric"]) == len(document["seeds"]) == 2
     assert document["arms"][document["best"]["k="]]["cost_over_best"]["mean"] == 1.0
     assert len(document["arms"]["rate by branches"]["cost_over_best"]["values"]) == 2
-    assert document["tuning_runs"] == {"k=": 4, "ramp": 4, "noise scale": 2} | dict.fromkeys(bench_ramp.BRANCHED, 0)
+    assert document["tuning_runs"] == {"k=": 4, "ramp": 2, "noise scale": 2} | dict.fromkeys(bench_ramp.BRANCHED, 0)
     json.dumps(document, allow_nan=False)
     assert len(lines(document)) == 5
 

@@ -24,6 +24,8 @@ PARTS_OF_RUN = 50
 _PARTS, _AVERAGED = 8, 3
 # Updates at each k by which the fixed cost is measured.
 _TIMED_UPDATES = 8
+# Updates that a whole run must afford: with fewer, its first branches would be too short to tell anything.
+_FEWEST_UPDATES = 40
 # Doublings and halvings of the learning rate that are tried at most.
 _MOST_DOUBLINGS = 5
 
@@ -236,14 +238,18 @@ def find_ramp(
         reporter: shows progress.
 
     Raises:
-        InputError: if the job's batching is not adaptive, or it has only one k.
+        InputError: if the job's batching is not adaptive, it has only one k, or a run affords too few updates.
         JobError: if training fails at every learning rate that is tried.
     """
     found, shown = branching or Branching(), reporter or Silent()
     run = CostedRun(job, costs, seed=seed)
+    first = first_setting(job, costs)
+    least = _FEWEST_UPDATES * run.cost_of(first)
+    if costs.total_samples < least:
+        raise InputError(f"cost is {costs.total_samples:g} samples", where="ramp", allowed=f"at least {least:g}")
     shown.stage(f"ramp of {job.name}", 100)
     search = _Search(run)
-    search.find_rate(first_setting(job, costs), found.first_frac * costs.total_samples)
+    search.find_rate(first, found.first_frac * costs.total_samples)
     if found.larger_at is None:
         _branch_on(run, search, found, shown)
     for share in found.larger_at or ():
