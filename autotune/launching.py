@@ -79,6 +79,11 @@ def canonical(name: str, *, where: str) -> str:
     return plain + suffix(launch)
 
 
+def relaunched(reference: str, launch: Launch) -> str:
+    """Return the reference of a job with launch choices instead of its own."""
+    return split(reference, where="job")[0] + suffix(launch)
+
+
 def launched(job: Job, launch: Launch) -> Job:
     """Return a job with launch choices instead of its own, and with their suffix in its name.
 

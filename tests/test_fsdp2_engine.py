@@ -312,13 +312,17 @@ def test_overhead_is_measured_against_a_loop_of_the_library(tmp_path: Path, caps
 @pytest.mark.timeout(900)
 def test_arms_are_compared_on_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = str(TESTS / "tiny_job.py")
-    command = ["compare", job, "--engine", "fsdp2", "--arms", "baseline,recompute-all", "--seeds", "2", "--json"]
+    arms = "baseline,recompute-all,baseline+reduce=bf16"
+    command = ["compare", job, "--engine", "fsdp2", "--arms", arms, "--seeds", "2", "--json"]
     assert run([*command, "--runs-dir", str(tmp_path), "--report-to", "none"]) == 0
     document = json.loads(capsys.readouterr().out)
-    baseline, lean = document["arms"]
+    baseline, lean, rounded = document["arms"]
+    assert rounded["name"] == "baseline+reduce=bf16"
+    assert [one["reached"] for one in rounded["runs"]] == [True] * 2
+    # Ranks of their own have added up in bf16.
+    assert rounded["runs"][0]["final_metric"] != baseline["runs"][0]["final_metric"]
     assert [one["reached"] for one in (*baseline["runs"], *lean["runs"])] == [True] * 4
     assert min(one["peak_bytes"] for one in baseline["runs"]) > max(one["peak_bytes"] for one in lean["runs"])
-    assert (
-        run([*command[:2], "--engine", "fsdp2", "--arms", "baseline,baseline+fused", "--runs-dir", str(tmp_path)]) == 2
-    )
-    assert "all arms train on the same ranks" in capsys.readouterr().err
+    unsent = [*command[:5], "baseline,baseline+reduce=powersgd2", "--seeds", "2"]
+    assert run([*unsent, "--runs-dir", str(tmp_path)]) == 2
+    assert "between replicas, of which mesh shard=2 has none" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from autotune.campaign.steps import SearchInputs, open_engine, references_of, se
 from autotune.cost_model.profile import Profile
 from autotune.engines.engine import Engine
 from autotune.errors import InputError
-from autotune.launching import launched, split, suffix
+from autotune.launching import launched, relaunched, split, suffix
 from autotune.mechanics.devices import device_kind, require_fp32_choice
 from autotune.plan import Launch
 from autotune.records.protocol import Arm
@@ -90,6 +90,7 @@ def launched_arms(
     campaign = replace(
         campaign,
         job=launched(campaign.job, launch),
+        reference=None if campaign.reference is None else relaunched(campaign.reference, launch),
         budget=None if budget is None else MemoryBudget(size_bytes=budget),
     )
     campaign, known = profile_first(campaign, names)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autotune import knobs
 from autotune.campaign import comparison
 from autotune.campaign.arm_search import by_launch, is_searched, launched_arms, plain_arms, searched_arms, within_dips
 from autotune.campaign.arms import is_live, named_arm, refuse_broken_arms, require_distinct
@@ -24,11 +25,15 @@ from autotune.campaign.steps import SearchInputs, begin_run, begin_tracking, ope
 from autotune.engines.engine import Engine
 from autotune.engines.isolated_engine import IsolatedEngine
 from autotune.engines.job_checks import build_model, build_optimizer
-from autotune.errors import InputError
+from autotune.engines.registry import ENGINES
+from autotune.engines.torch_engine import EngineOptions
 from autotune.io.documents import Count
 from autotune.io.progress import Numbered
-from autotune.launching import launched, split, suffix
+from autotune.job import Job
+from autotune.launching import launched, relaunched, split
 from autotune.mechanics.devices import device_name
+from autotune.mechanics.sent_forms import require_receivers
+from autotune.mesh import Mesh
 from autotune.plan import Launch, Plan
 from autotune.records.protocol import Arm, Protocol
 from autotune.records.requests import CompareRequest
@@ -122,15 +127,12 @@ def _words(choices: Mapping[str, Any]) -> str:
 
 
 def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str]]) -> None:
-    """Refuse arms with launch options on several ranks, and optimizers that cannot be built."""
-    if others and campaign.ranks is not None:
-        raise InputError(
-            f"an arm is launched with {suffix(next(iter(others)))}, and all arms train on the same ranks",
-            where="--arms",
-            allowed="arms without launch options, and the job with them",
-        )
+    """Refuse optimizers that cannot be built, and forms of sending that the mesh has no ranks for."""
     for launch in others:
         build_optimizer(launched(campaign.job, launch), build_model(campaign.job))
+        ranks = campaign.ranks
+        if ranks is not None and "mesh" in ENGINES[ranks.engine].options and isinstance(ranks.whole_mesh, Mesh):
+            require_receivers(knobs.communication(launch.knobs), ranks.whole_mesh)
 
 
 def _run_arms(
@@ -173,7 +175,12 @@ def _opener(campaign: Campaign) -> comparison.OpenRun:
     if ranks is None:
         return comparison.on_one_rank
     assert reference is not None
-    return lambda _, seed, options: IsolatedEngine(reference, seed=seed, options=options, ranks=ranks)
+
+    def opened(job: Job, seed: int, options: EngineOptions) -> IsolatedEngine:
+        own = reference if job.launch == campaign.job.launch else relaunched(reference, job.launch)
+        return IsolatedEngine(own, seed=seed, options=options, ranks=ranks)
+
+    return opened
 
 
 def _horizon(campaign: Campaign) -> int:
