@@ -16,7 +16,7 @@ from sharded_rank import at_random, farthest, on_one_rank, whole
 from autotune import EngineOptions, TorchEngine
 from autotune.engines.fsdp2_engine import Fsdp2Engine
 from autotune.mechanics.collectives import of_all_ranks
-from autotune.mechanics.fully_sharded import _is_divided, _local
+from autotune.mechanics.fully_sharded import _is_divided, local
 
 REFUSED = (
     *("unplanned", "unknown", "nameless", "uneven", "fused", "dropping", "normed", "apart", "statistics", "several"),
@@ -41,7 +41,7 @@ def exactness(mesh: str, names: str) -> dict[str, float]:
             plain.run(1)
         found[name] = farthest(whole(engine), [one.detach() for one in plain.model.parameters()])
         # Ranks that share layers have the same bits of all that is not divided.
-        alike = [float(_local(one).double().sum()) for one in engine.model.parameters() if not _is_divided(one)]
+        alike = [float(local(one).double().sum()) for one in engine.model.parameters() if not _is_divided(one)]
         share = [
             values for rank, values in enumerate(of_all_ranks(alike)) if rank * engine.divides_by // engine.world == 0
         ]

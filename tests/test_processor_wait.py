@@ -110,6 +110,12 @@ def test_threads_that_end_are_left_out_and_only_the_oldest_are_read(monkeypatch:
     assert set(processor_wait._threads() or ()) < set(found)
 
 
+def test_main_thread_is_read_though_later_threads_have_lower_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = [str(number) for number in range(2, 2 + processor_wait._MOST_THREADS)]
+    monkeypatch.setattr(os, "listdir", lambda _: [*lower, str(os.getpid())])
+    assert str(os.getpid()) in (processor_wait._threads() or ())
+
+
 def test_windows_are_weighted_by_their_time_and_one_that_is_unknown_makes_the_whole_unknown() -> None:
     assert mean_wait([(1.0, 0.0), (3.0, 0.4)]) == pytest.approx(0.3)
     assert mean_wait([(1.0, 0.0), (3.0, None)]) is None

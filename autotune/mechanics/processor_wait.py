@@ -128,8 +128,11 @@ def _threads() -> dict[str, tuple[int, int]] | None:
 
     The oldest threads are enough, which are the main thread and those that compute with it.
     """
+    main = os.getpid()
     try:
-        names = sorted(os.listdir(_TASKS), key=int)[:_MOST_THREADS]  # noqa: PTH208 - a path for each would cost more
+        names = os.listdir(_TASKS)  # noqa: PTH208 - a path for each would cost more
+        # After the highest number, the system begins again at low ones.
+        names = sorted(names, key=lambda name: (int(name) < main, int(name)))[:_MOST_THREADS]
     except (OSError, ValueError):
         return None
     found = {}
