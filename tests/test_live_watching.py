@@ -324,3 +324,19 @@ def test_watched_step_lets_graphs_go_that_the_loop_drops() -> None:
             assert kept() is None
     finally:
         gc.enable()
+
+
+def test_gradients_taken_before_the_backward_phase_begin_it_unless_units_are_called_after_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with StepWatch(model, ["0", "1"], lambda: None) as watch:
+        for goes_on in (False, True):
+            watch.begin("forward")
+            given = torch.randn(2, 4, requires_grad=True)
+            torch.autograd.grad(model(given * 2).sum(), given)
+            if goes_on:
+                model(given * 2)
+            watch.begin("backward")
+    places = {(place.micro_batch, place.phase, place.segment) for place in watch.places}
+    assert {(0, "backward", segment) for segment in (3, 1)} <= places
+    assert not any(place[0] == 1 and place[1] == "backward" and place[2] < 8 for place in places)
+    assert watch.calls == [["0", "1"], ["0", "1", "0", "1"]]

@@ -96,6 +96,9 @@ class Knowledge:
         self.signatures: list[Signature] = []
         # The most that the model and its optimizer held when a step was traced.
         self._held = Held()
+        # The most bytes that the loop kept from one step until some time in the next, and how much more the latest
+        # trace has shown than those before it: on a CPU, one that follows an untraced step shows nothing.
+        self._older = self._newly_older = 0
         # For each traced plan, the peak of its last traced step, and the most memory per byte of a batch.
         # What traced steps needed beyond static bytes, and the bytes of their batches, as of equal pieces and as they
         # are.
@@ -421,7 +424,9 @@ class Knowledge:
         held = devices.allocated(self._attached.device)
         if held is not None:
             self.fragments = max(self.fragments, held.reserved_peak - held.peak)
-        changes = ((trace.times[0] - 1, use.gradient_bytes + use.older_bytes()), *trace.changes)
+        older = use.older_bytes()
+        self._newly_older, self._older = max(older - self._older, 0), max(older, self._older)
+        changes = ((trace.times[0] - 1, use.gradient_bytes + older), *trace.changes)
         level = max(itertools.accumulate(change for _, change in changes))
         return replace(trace, changes=changes), max(level, 0)
 
@@ -578,8 +583,9 @@ class Knowledge:
         """Score the prediction for a step, unless its batch is larger than the predicted one."""
         assert self.latest_peak is not None
         if plan == expected.plan and largest <= expected.largest_bytes:
-            # Memory that the loop itself has allocated since the prediction is not due to the plan.
-            measured = self.latest_peak - max(self._static - expected.static_bytes, 0)
+            # Memory that the loop itself has allocated since the prediction, or keeps from step to step, is not due to
+            # the plan.
+            measured = self.latest_peak - max(self._static - expected.static_bytes, 0) - self._newly_older
             self.scores.append(Score(predicted_bytes=int(expected.peak_bytes), measured_bytes=measured))
 
 

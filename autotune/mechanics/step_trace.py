@@ -21,7 +21,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.autograd.profiler import profile, record_function
 
 from autotune.mechanics import devices
-from autotune.mechanics.ambient import recorded, transformed
+from autotune.mechanics.ambient import recorded, runs_backward, transformed
 from autotune.mechanics.collectives import settled_collectives
 from autotune.mechanics.loop_signals import any_error
 from autotune.mechanics.memory_meter import storages, tensor_bytes
@@ -161,6 +161,8 @@ class StepWatch:
         self._on_call = on_call
         self._hooks = ExitStack()
         self._copies: list[Any] = []
+        # The number of places before a backward pass that began in the forward phase; ``None`` if none has.
+        self._before_early: int | None = None
         self.thread = threading.get_ident()
         self.places: list[Place] = []
         self.stamps: list[Any] = []
@@ -215,6 +217,7 @@ class StepWatch:
 
     def begin(self, phase: Phase) -> None:
         """Begin a micro-batch's forward or backward pass, or the update after it."""
+        self._before_early = None
         if phase == "forward":
             self.thread = threading.get_ident()
             self.calls.append([])
@@ -239,6 +242,7 @@ class StepWatch:
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._resume_forward()
             if not self._watching():
                 return
             call = len(self.calls[-1])
@@ -317,8 +321,20 @@ class StepWatch:
         return hook
 
     def _move_back(self, segment: int) -> None:
-        if self.place.phase == "backward":
-            self._go(Place(self.place.micro_batch, "backward", segment))
+        if self.place.phase == "forward" and self.place.segment % 2 == 0 and not torch.is_grad_enabled():
+            # The loop takes gradients before it says that the backward pass begins, and what units saved may be freed.
+            self._before_early = len(self.places)
+        elif self.place.phase != "backward":
+            return
+        self._go(Place(self.place.micro_batch, "backward", segment))
+
+    def _resume_forward(self) -> None:
+        """Count a backward pass that began in the forward phase as part of that, if units are called after it."""
+        if self._before_early is None or runs_backward() or threading.get_ident() != self.thread:
+            return
+        within = Place(self.place.micro_batch, "forward", 2 * len(self.calls[-1]))
+        self.places[self._before_early :] = [within] * (len(self.places) - self._before_early)
+        self._before_early = None
 
     def _leave_back(self, inside: int, before: int) -> None:
         if self.place.phase == "backward" and self.place.segment == inside:
