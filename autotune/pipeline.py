@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.errors import InputError
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "interleaved")
 PIPELINE_FORM = (
     "pipe=4, or pipe=2,schedule=gpipe,units=3/5: ranks, one of the schedules "
     f"{', '.join(SCHEDULES)}, and the units of each stage"
@@ -22,7 +22,9 @@ class Pipeline:
     Attributes:
         ranks: number of ranks.
         schedule: order of the passes: ``1f1b`` (a backward pass as soon as there can be one), ``gpipe`` (all forward
-            passes first), or ``interleaved`` (1F1B where each rank has several stages that are not neighbours).
+            passes first), ``zero-bubble`` (1F1B where the gradients of weights wait until the gradient that the rank
+            before needs was sent), or ``interleaved`` (1F1B where each rank has several stages that are not
+            neighbours).
         units: number of units of each stage, in the order of the model; empty to balance them by their operations.
             Stage s belongs to rank s modulo ``ranks``.
     """
@@ -72,6 +74,10 @@ class Pipeline:
         """Return the number of stages: two for each rank if they are interleaved and not named."""
         return len(self.units) or self.ranks * (1 + (self.schedule == "interleaved"))
 
+    def splits(self, stage: int) -> bool:
+        """Return whether the backward passes of a stage come in two parts; no rank waits for the first stage's."""
+        return self.schedule == "zero-bubble" and stage > 0
+
 
 def is_pipeline(value: object) -> bool:
     """Return whether a value is the text of a layout."""
@@ -89,18 +95,21 @@ class Pass:
         stage: number of the stage.
         micro: number of the micro-batch.
         backward: whether it is the backward pass.
+        late: whether it is the second part of a backward pass in two parts, in which weights get their gradients.
     """
 
     stage: int
     micro: int
     backward: bool
+    late: bool = False
 
 
 def passes_of(pipeline: Pipeline, rank: int, micros: int) -> list[Pass]:
     """Return the passes of a rank in a step, in their order.
 
     1F1B: Narayanan et al., "PipeDream", SOSP 2019, and its interleaved form in "Efficient Large-Scale Language Model
-    Training on GPU Clusters", SC 2021; GPipe: Huang et al., NeurIPS 2019.
+    Training on GPU Clusters", SC 2021; GPipe: Huang et al., NeurIPS 2019; zero-bubble: ZB-H1 of Qi et al., "Zero Bubble
+    Pipeline Parallelism", ICLR 2024, in which no rank has more micro-batches under way than the first.
 
     Args:
         pipeline: the layout.
@@ -134,7 +143,25 @@ def passes_of(pipeline: Pipeline, rank: int, micros: int) -> list[Pass]:
     found = [one(number, backward=False) for number in range(ahead)]
     for number in range(total - ahead):
         found += [one(ahead + number, backward=False), one(number, backward=True)]
-    return found + [one(number, backward=True) for number in range(total - ahead, total)]
+    found += [one(number, backward=True) for number in range(total - ahead, total)]
+    return _in_two_parts(found, rank) if pipeline.splits(rank) else found
+
+
+def _in_two_parts(passes: Sequence[Pass], waiting: int) -> list[Pass]:
+    """Return the passes with the second parts of backward passes.
+
+    Args:
+        passes: the passes of one stage.
+        waiting: how many micro-batches may wait for the second part.
+    """
+    found, late = list[Pass](), list[Pass]()
+    for one in passes:
+        found.append(one)
+        if one.backward:
+            late.append(replace(one, late=True))
+            if len(late) > waiting:
+                found.append(late.pop(0))
+    return found + late
 
 
 def unread(pipeline: Pipeline, rank: int, micros: int) -> list[tuple[Pass, ...]]:
@@ -160,9 +187,14 @@ def unread(pipeline: Pipeline, rank: int, micros: int) -> list[tuple[Pass, ...]]
             reached = places[Pass(one.stage - 1, one.micro, backward=False)]
             sent = [own for own in sent if places[Pass(own.stage - 1, own.micro, backward=True)] > reached]
         found.append(tuple(sent))
-        if one.stage and one.backward:
+        if one.stage and one.backward and not one.late:
             sent.append(one)
     return found
+
+
+def last_parts(pipeline: Pipeline, passes: Sequence[Pass]) -> list[bool]:
+    """Return for each pass whether its micro-batch has no other one in its stage, so that what it saved is released."""
+    return [one.late or (one.backward and not pipeline.splits(one.stage)) for one in passes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +214,13 @@ class PipelineStep:
 
 
 def predict(
-    pipeline: Pipeline, micros: int, forward_s: Sequence[float], backward_s: Sequence[float], send_s: float = 0.0
+    pipeline: Pipeline,
+    micros: int,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    send_s: float = 0.0,
+    *,
+    weights_s: Sequence[float] = (),
 ) -> PipelineStep:
     """Return how a step goes if each pass takes a constant time.
 
@@ -192,11 +230,20 @@ def predict(
         forward_s: seconds of the forward pass of a micro-batch in each stage.
         backward_s: seconds of its backward pass.
         send_s: seconds from the end of a pass to where its result is on the next rank.
+        weights_s: seconds of the backward passes that may wait, because they are those of weights' gradients; none if
+            not given.
 
     Raises:
         ValueError: if micro-batches cannot be interleaved.
     """
     orders = [passes_of(pipeline, rank, micros) for rank in range(pipeline.ranks)]
+
+    def seconds_of(one: Pass) -> float:
+        waits = weights_s[one.stage] if weights_s and pipeline.splits(one.stage) else 0.0
+        if one.late:
+            return waits
+        return backward_s[one.stage] - waits if one.backward else forward_s[one.stage]
+
     ends: dict[Pass, float] = {}
     free, places = [0.0] * len(orders), [0] * len(orders)
     left = sum(map(len, orders))
@@ -208,25 +255,27 @@ def predict(
                 if before is not None and before not in ends:
                     break
                 ready = 0.0 if before is None else ends[before] + send_s * (before.stage != one.stage)
-                passing = backward_s if one.backward else forward_s
-                free[rank] = ends[one] = max(free[rank], ready) + passing[one.stage]
+                free[rank] = ends[one] = max(free[rank], ready) + seconds_of(one)
                 places[rank] += 1
                 left -= 1
     seconds = max(free)
     busy = micros * (sum(forward_s) + sum(backward_s))
     bubble = max(1 - busy / (seconds * len(orders)), 0.0) if seconds else 0.0
-    return PipelineStep(seconds, bubble, tuple(map(_most_alive, orders)))
+    return PipelineStep(seconds, bubble, tuple(_most_alive(pipeline, order) for order in orders))
 
 
 def _needed_by(one: Pass, last: int) -> Pass | None:
     """Return the pass whose result a pass needs; ``None`` for the first stage's forward pass."""
+    if one.late:
+        return replace(one, late=False)
     if not one.backward:
         return Pass(one.stage - 1, one.micro, backward=False) if one.stage else None
     return Pass(min(one.stage + 1, last), one.micro, backward=one.stage < last)
 
 
-def _most_alive(order: Sequence[Pass]) -> int:
-    return max(itertools.accumulate(-1 if one.backward else 1 for one in order))
+def _most_alive(pipeline: Pipeline, order: Sequence[Pass]) -> int:
+    ends = zip(order, last_parts(pipeline, order), strict=True)
+    return max(itertools.accumulate(-1 if last else not one.backward for one, last in ends))
 
 
 def balanced(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:

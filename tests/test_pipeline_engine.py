@@ -78,6 +78,8 @@ def test_pipeline_makes_the_updates_of_one_process_under_random_plans(tmp_path: 
         ("pipe=2", 2),
         ("pipe=2,schedule=gpipe,units=2/4", 2),
         ("pipe=2,schedule=interleaved,units=2/1/1/2", 2),
+        ("pipe=2,schedule=zero-bubble,units=2/4", 2),
+        ("pipe=3,schedule=zero-bubble", 3),
         ("pipe=4", 4),
         ("pipe=3,units=2/2/2", 3),
     ],
@@ -176,7 +178,7 @@ def test_stages_and_schedule_are_chosen_from_a_profile(tmp_path: Path, capsys: p
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "interleaved"])
 def test_profile_of_one_process_predicts_the_memory_of_each_schedule(schedule: str) -> None:
     job = f"{TESTS / 'rank_jobs.py'}:transformer"
     alone = profile(load_job(job), device_name="this", device="cpu", options=ProfilerOptions.lean())

@@ -40,7 +40,7 @@ from autotune.mechanics.pipeline_update import PipelineProbe, PipelineUpdate, en
 from autotune.mechanics.trees import map_tensors, tensors
 from autotune.mechanics.weight_use import weight_use
 from autotune.pipeline import PIPELINE_FORM, Pass, Pipeline, balanced, passes_of, unread
-from autotune.plan import Plan
+from autotune.plan import Plan, Storage
 
 _WHERE = "engine pipeline"
 # A tensor that is being sent, and what waits until it was.
@@ -364,6 +364,9 @@ class PipelineEngine(RankEngine):
         ends: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         losses: list[torch.Tensor] = []
         forward, backward = dict[tuple[int, int], list[_Sent]](), dict[Pass, _Sent]()
+        waiting = dict[tuple[int, int], Callable[[], None]]()
+        # In a sampled step, each micro-batch's whole gradient is there before the next one's.
+        early = self._recomputed() if probe is None else None
         last = self.pipeline.stages - 1
         layout = self.pipeline, self.rank, len(pieces)
         for one, late in zip(passes_of(*layout), unread(*layout), strict=True):
@@ -374,22 +377,15 @@ class PipelineEngine(RankEngine):
                 if one.stage < last:
                     forward[key] = self._send_forward(one.stage, ends[key][1], run.shapes)
                 continue
+            if one.late:
+                waiting.pop(key)()
+                continue
             if probe is not None:
                 probe.next_micro_batch()
-            received, result = ends.pop(key)
-            if one.stage == last:
-                weight = shares.here[one.micro][1]
-                update.backward(result, weight)
-                losses.append(result.detach() * weight)
-            else:
-                end = None
-                if result.requires_grad:
-                    end = end_of_stage(result, [self._receive_backward(one.stage, result)])
-                # The next stage has it, so that its memory is free for the backward pass.
-                self._settle(forward.pop(key))
-                del result
-                if end is not None:
-                    update.backward_from(end)
+            received, end = self._end(one, *ends.pop(key), shares.here[one.micro][1], forward.pop(key, ()))
+            losses += [end.detach()] if end is not None and one.stage == last else []
+            waiting[key] = update.begin_backward(end, received, early)
+            del end
             if received is not None and received.requires_grad:
                 backward[one] = self._send_backward(one.stage, received)
             del received
@@ -397,6 +393,34 @@ class PipelineEngine(RankEngine):
         for name, owner in self._buffers_of.items():
             distributed.broadcast(self.model.get_buffer(name), src=owner)
         return losses
+
+    def _end(
+        self, one: Pass, received: torch.Tensor | None, result: torch.Tensor, weight: float, sent: Sequence[_Sent]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return what the stage was handed, and the number from which its backward pass begins, if there is one.
+
+        Args:
+            one: the pass.
+            received: what the stage was handed.
+            result: what it has computed, which nothing else refers to.
+            weight: the micro-batch's share of the step's items.
+            sent: the result as it was sent.
+        """
+        if one.stage == self.pipeline.stages - 1:
+            return received, result * weight
+        end = None
+        if result.requires_grad:
+            end = end_of_stage(result, [self._receive_backward(one.stage, result)])
+        # The next stage has it, so that its memory is free for the backward pass.
+        self._settle(sent)
+        return received, end
+
+    def _recomputed(self) -> list[nn.Parameter] | None:
+        """Return the parameters of units that do not save; ``None`` if backward passes are not in two parts."""
+        if not self.pipeline.splits(self.rank):
+            return None
+        names = [name for name in self._own_units if self.plan.storage_of(name) is not Storage.SAVE]
+        return [one for name in names for one in self.model.get_submodule(name).parameters()]
 
     def _forward(self, one: Pass, piece: Any) -> tuple[tuple[torch.Tensor | None, torch.Tensor], StageRun]:
         """Run a forward pass; return what the stage was handed with its result, and the run."""
@@ -479,7 +503,9 @@ class PipelineEngine(RankEngine):
     def probe(self) -> GradientProbe:
         """Return the probe that observes a sampled step's gradients on all ranks."""
         order = passes_of(self.pipeline, self.rank, len(self._bearing))
-        return PipelineProbe(self.ranked, self._trained, [one.micro for one in order if one.backward], self._bearing)
+        return PipelineProbe(
+            self.ranked, self._trained, [one.micro for one in order if one.backward and not one.late], self._bearing
+        )
 
     def evaluate(self) -> float:
         """Return the job's metric in the user's own precision: each unit is computed on its own rank."""

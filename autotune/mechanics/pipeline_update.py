@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from autotune.errors import JobError, one_line
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.memory_meter import resident_tensors
 from autotune.mechanics.rank_probe import RankProbe, RankUpdate
+from autotune.mechanics.split_backward import SplitBackward
 
 
 class _End(torch.autograd.Function):
@@ -72,10 +73,28 @@ class PipelineUpdate(RankUpdate):
         """Announce the number of micro-batches of the next update."""
         self._accumulates = micro_batches > 0
 
-    def backward_from(self, end: torch.Tensor) -> None:
-        """Accumulate the gradient of one micro-batch in a stage, from a result of :func:`end_of_stage`."""
+    def begin_backward(
+        self, end: torch.Tensor | None, received: torch.Tensor | None, early: Collection[nn.Parameter] | None
+    ) -> Callable[[], None]:
+        """Run the backward pass of one micro-batch in a stage, or its first part.
+
+        Args:
+            end: the number from which it begins, such as a result of :func:`end_of_stage`; ``None`` if there is none.
+            received: what the stage was handed, whose gradient the first part is for.
+            early: the parameters that get their gradients in the first part; ``None`` to run the whole pass.
+
+        Returns:
+            The second part, which does nothing after a whole pass.
+        """
         self._accumulating = True
-        end.backward()
+        if end is None or early is None or received is None or not received.requires_grad:
+            if end is not None:
+                end.backward()
+            return lambda: None
+        now = set(map(id, early))
+        own = [one for one in self._trained if id(one) not in self._absent]
+        late = [one for one in own if id(one) not in now]
+        return SplitBackward(end, received, late, early=[one for one in own if id(one) in now]).finish
 
     def unscale(self) -> float:
         """Add up the gradients of shared parameters, and return the whole gradient's 2-norm, the same on every rank."""
