@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.errors import InputError
@@ -275,7 +275,18 @@ def _needed_by(one: Pass, last: int) -> Pass | None:
 
 def _most_alive(pipeline: Pipeline, order: Sequence[Pass]) -> int:
     ends = zip(order, last_parts(pipeline, order), strict=True)
-    return max(itertools.accumulate(-1 if last else not one.backward for one, last in ends))
+    return max(itertools.accumulate(-1 if last else int(not one.backward) for one, last in ends))
+
+
+def divisions(units: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Yield every division of units into stages that have at least one each.
+
+    Args:
+        units: number of units.
+        stages: number of stages; at most that of units.
+    """
+    for inner in itertools.combinations(range(1, units), stages - 1):
+        yield tuple(end - begin for begin, end in itertools.pairwise((0, *inner, units)))
 
 
 def balanced(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:

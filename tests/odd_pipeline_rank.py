@@ -215,6 +215,7 @@ def compared(job: Job, mesh: str = "pipe=2") -> dict[str, Any]:
     import random
 
     options, draw = EngineOptions(meter_memory=False, statistics_every=3), random.Random(5)
+    mesh += "" if "schedule" in mesh else "".join(sys.argv[2:])
     ours, plain = PipelineEngine(job, mesh=mesh, options=options), TorchEngine(job, options=options)
     sampled = False
     for _ in range(12):

@@ -11,13 +11,14 @@ import pytest
 from autotune.bench import bench_pipelines
 from autotune.cli.main import run
 from autotune.errors import InputError
+from autotune.pipeline import divisions
 from autotune.simulator.random_jobs import draw_job
 
 TESTS = Path(__file__).parent
 
 
 def test_divisions_are_all_ways_to_give_each_stage_a_unit() -> None:
-    found = list(bench_pipelines._divisions(5, 3))
+    found = list(divisions(5, 3))
     assert found == [(1, 1, 3), (1, 2, 2), (1, 3, 1), (2, 1, 2), (2, 2, 1), (3, 1, 1)]
 
 

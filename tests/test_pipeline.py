@@ -12,9 +12,9 @@ from autotune.errors import InputError, PlanError
 from autotune.pipeline import Pass, Pipeline, balanced, passes_of, predict, unread
 from autotune.plan import Launch
 
-LAYOUTS = [Pipeline(ranks=ranks, schedule=schedule) for ranks in (1, 2, 3, 4) for schedule in ("1f1b", "gpipe")] + [
-    Pipeline(ranks=ranks, schedule="interleaved") for ranks in (2, 4)
-]
+LAYOUTS = [
+    Pipeline(ranks=ranks, schedule=schedule) for ranks in (1, 2, 3, 4) for schedule in ("1f1b", "gpipe", "zero-bubble")
+] + [Pipeline(ranks=ranks, schedule="interleaved") for ranks in (2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_layout_is_written_as_it_is_read(text: str) -> None:
         ("pipe=2,pipe=2", "pipeline is"),
         ("pipe=2,dp=2", "pipeline is"),
         ("pipe=2,units=1/x", "pipeline is"),
-        ("pipe=2,schedule=zb", "schedule is 'zb' .allowed: 1f1b, gpipe, interleaved"),
+        ("pipe=2,schedule=zb", "schedule is 'zb' .allowed: 1f1b, gpipe, zero-bubble, interleaved"),
         ("pipe=2,units=3", "has 1 stages on 2 ranks"),
         ("pipe=2,units=1/1/1/1", "has 4 stages on 2 ranks"),
         ("pipe=2,schedule=interleaved,units=1/1", "has 2 stages on 2 ranks"),
@@ -65,15 +65,13 @@ def test_every_rank_runs_each_micro_batch_once_forward_and_then_backward(pipelin
     for rank in range(pipeline.ranks):
         order = passes_of(pipeline, rank, micros)
         stages = range(rank, pipeline.stages, pipeline.ranks)
-        for backward in (False, True):
-            found = [(one.stage, one.micro) for one in order if one.backward is backward]
-            assert sorted(found) == sorted(itertools.product(stages, range(micros)))
         for stage, micro in itertools.product(stages, range(micros)):
-            first, second = (one.backward for one in order if (one.stage, one.micro) == (stage, micro))
-            assert (first, second) == (False, True)
+            found = [(one.backward, one.late) for one in order if (one.stage, one.micro) == (stage, micro)]
+            assert found == [(False, False), (True, False), (True, True)][: 2 + pipeline.splits(stage)]
+        assert {(one.stage, one.micro) for one in order} == {*itertools.product(stages, range(micros))}
         # A stage's gradients add up in the order of micro-batches, as in one process.
-        for stage in stages:
-            backward_of_stage = [one.micro for one in order if one.backward and one.stage == stage]
+        for stage, late in itertools.product(stages, (False, True)):
+            backward_of_stage = [one.micro for one in order if one.backward and one.stage == stage and one.late is late]
             assert backward_of_stage == sorted(backward_of_stage)
 
 
@@ -92,7 +90,7 @@ def test_gradients_that_need_no_waiting_were_received_before(pipeline: Pipeline,
                 reached = before.index(Pass(one.stage - 1, one.micro, backward=False))
             received = [own for own in sent if before.index(Pass(own.stage - 1, own.micro, backward=True)) < reached]
             assert set(sent) - set(unseen) == set(received)
-            if one.stage and one.backward:
+            if one.stage and one.backward and not one.late:
                 sent.append(one)
         if pipeline.schedule == "1f1b":
             # In the steady state, few are kept, however many micro-batches there are.
@@ -116,6 +114,23 @@ def test_bubbles_of_equal_stages_are_those_of_the_literature(ranks: int, micros:
         predict(Pipeline(ranks=ranks, schedule="gpipe"), micros, [1.0] * ranks, [1.0] * ranks).alive
         == (micros,) * ranks
     )
+
+
+@pytest.mark.parametrize("micros", [4, 8, 16])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_bubbles_without_waiting_for_weights_are_those_of_the_literature(ranks: int, micros: int) -> None:
+    forward_s, input_s, weights_s = 1.0, 1.25, 0.75
+    found = predict(
+        Pipeline(ranks=ranks, schedule="zero-bubble"),
+        micros,
+        [forward_s] * ranks,
+        [input_s + weights_s] * ranks,
+        weights_s=[weights_s] * ranks,
+    )
+    # ZB-H1 of Qi et al. 2024; each rank has as many micro-batches under way as the first one has under 1F1B.
+    bubble_s = (ranks - 1) * (forward_s + input_s - weights_s)
+    assert found.seconds == pytest.approx(micros * (forward_s + input_s + weights_s) + bubble_s)
+    assert found.alive == (ranks,) * ranks
 
 
 @pytest.mark.parametrize("pipeline", LAYOUTS, ids=str)

@@ -10,13 +10,13 @@ import pytest
 
 from autotune.cost_model.cost_arrays import CostArrays
 from autotune.cost_model.memory_model import peak_bytes
-from autotune.cost_model.pipeline_choice import _passes, chosen_pipelines, pipelined, within
+from autotune.cost_model.pipeline_choice import _IN_PARTS, _passes, chosen_pipelines, pipelined, within
 from autotune.cost_model.pipeline_ranks import rank_parts, stages_of
 from autotune.cost_model.profile import Profile, Segment
 from autotune.cost_model.solver import SAFETY_MARGIN, smallest, solve_each
 from autotune.cost_model.time_model import seconds_per_step
 from autotune.errors import BudgetError, InputError, ProfileError
-from autotune.pipeline import Pipeline, predict
+from autotune.pipeline import SCHEDULES, Pipeline, divisions, predict
 from autotune.plan import Plan, Precision, Storage
 from autotune.simulator.random_jobs import draw_job
 
@@ -27,22 +27,27 @@ def test_chosen_stages_are_within_five_percent_of_the_best_of_all(seed: int, ran
     profile = draw_job(np.random.default_rng(seed), depth=(4, 7)).profile
     every = []
     units = len(profile.units)
-    for schedule, k in itertools.product(("1f1b", "gpipe", "interleaved"), profile.accumulation_choices):
+    for schedule, k in itertools.product(SCHEDULES, profile.accumulation_choices):
         stages = Pipeline(ranks=ranks, schedule=schedule).stages
         if stages > units or (stages > ranks and k % ranks):
             continue
         parts = _passes(profile, profile.space.baseline().changed(accumulation_steps=k))
-        for borders in itertools.combinations(range(1, units), stages - 1):
-            ends = [0, *borders, units]
-            forward, backward = (
-                [sum(one[place] for one in parts.units[begin:end]) for begin, end in itertools.pairwise(ends)]
-                for place in (0, 1)
+        for counts in divisions(units, stages):
+            ends = [*itertools.accumulate(counts, initial=0)]
+            forward, backward, weights = (
+                [sum(getattr(one, part) for one in parts.units[slice(*pair)]) for pair in itertools.pairwise(ends)]
+                for part in ("forward_s", "backward_s", "weights_s")
             )
-            forward = [seconds + parts.before[0] for seconds in forward]
-            backward[0] += parts.before[1]
-            forward[-1] += parts.after[0]
-            backward[-1] += parts.after[1]
-            every.append(predict(Pipeline(ranks=ranks, schedule=schedule), k, forward, backward, 5e-4).seconds)
+            forward = [seconds + parts.before.forward_s for seconds in forward]
+            backward[0] += parts.before.backward_s
+            forward[-1] += parts.after.forward_s
+            backward[-1] += parts.after.backward_s
+            weights[-1] += parts.after.weights_s
+            layout = Pipeline(ranks=ranks, schedule=schedule)
+            for stage in filter(layout.splits, range(stages)):
+                longer = _IN_PARTS * weights[stage]
+                backward[stage], weights[stage] = backward[stage] + longer, weights[stage] + longer
+            every.append(predict(layout, k, forward, backward, 5e-4, weights_s=weights).seconds)
     found = chosen_pipelines(profile, ranks)
     assert [one.step.seconds for one in found] == sorted(one.step.seconds for one in found)
     assert len({one.pipeline.schedule for one in found}) == len(found) >= 2

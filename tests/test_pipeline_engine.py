@@ -88,8 +88,9 @@ def test_all_schedules_and_divisions_make_the_same_updates(layout: str, ranks: i
     assert_exact(tmp_path, layout, 200 if ranks == 2 else 60, ranks)
 
 
-def test_what_ranks_of_a_pipeline_refuse_and_share(tmp_path: Path) -> None:
-    run_on_ranks("odd_pipeline_rank.py", tmp_path)
+@pytest.mark.parametrize("schedule", ["", pytest.param(",schedule=zero-bubble", marks=pytest.mark.slow)])
+def test_what_ranks_of_a_pipeline_refuse_and_share(schedule: str, tmp_path: Path) -> None:
+    run_on_ranks("odd_pipeline_rank.py", tmp_path, schedule)
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         for name, words in REFUSALS.items():

@@ -5,10 +5,9 @@ Run as a module, this file is one of the ranks.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import EngineError, InputError
 from autotune.io.progress import Reporter
 from autotune.mechanics.devices import device_name
-from autotune.pipeline import SCHEDULES, Pipeline
+from autotune.pipeline import SCHEDULES, Pipeline, divisions
 from autotune.profiling.profiler import ProfilerOptions, profile
 
 _MODULE = "autotune.bench.bench_pipelines"
@@ -111,16 +110,10 @@ def _layouts(measured: Profile, ranks: int) -> list[tuple[Pipeline, list[int]]]:
         if math.comb(units - 1, stages - 1) > _MOST:
             problem = f"there are too many divisions of {units} units into {stages} stages"
             raise InputError(problem, where="bench pipelines", allowed=f"a job and ranks with at most {_MOST}")
-        layouts = [Pipeline(ranks=ranks, schedule=schedule, units=counts) for counts in _divisions(units, stages)]
+        layouts = [Pipeline(ranks=ranks, schedule=schedule, units=counts) for counts in divisions(units, stages)]
         fastest = {one: min(predicted_step(measured, one, k).seconds for k in ks) for one in layouts}
         found += [(one, ks) for one in sorted(layouts, key=fastest.__getitem__)[:_DIVISIONS]]
     return found
-
-
-def _divisions(units: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Yield every division of units into stages that have at least one each."""
-    for inner in itertools.combinations(range(1, units), stages - 1):
-        yield tuple(end - begin for begin, end in itertools.pairwise((0, *inner, units)))
 
 
 def _row(measured: Profile, pipeline: Pipeline, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.cost_model.memory_model import choices
 from autotune.cost_model.pipeline_ranks import update_share
 from autotune.cost_model.profile import Profile
 from autotune.errors import InputError, ProfileError
-from autotune.pipeline import SCHEDULES, Pipeline, PipelineStep, balanced, predict
-from autotune.plan import Plan, PlanSpace
+from autotune.pipeline import SCHEDULES, Pipeline, PipelineStep, balanced, divisions, predict
+from autotune.plan import Plan, PlanSpace, Storage
 
 # Seconds from the end of a pass to where its result is on the next rank of the same machine.
 _SEND_S = 5e-4
+# What two parts of a backward pass take longer than the whole, as a share of the second: some operations are run twice,
+# and more memory is alive (0.2 to 0.35 in transformer blocks on a CPU).
+_IN_PARTS = 0.3
+# So many divisions of the units are all predicted.
+_FEW = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,7 @@ def chosen_pipelines(profile: Profile, ranks: int) -> list[ChosenPipeline]:
         if stages > len(profile.units) or ranks == 1 < stages:
             continue
         possible = [k for k in profile.accumulation_choices if stages == ranks or k % ranks == 0]
-        best = [_at(profile, ranks, schedule, stages, k) for k in possible]
+        best = [_at(profile, ranks, schedule, k) for k in possible]
         found += sorted(best, key=_seconds)[:1]
     return sorted(found, key=_seconds)
 
@@ -113,10 +120,10 @@ def pipelined(profile: Profile, pipeline: Pipeline) -> Profile:
     if not ks:
         problem = f"no k of {list(profile.accumulation_choices)} can be interleaved on {pipeline.ranks} ranks"
         raise InputError(problem, where="--mesh", allowed=f"an accumulation choice that {pipeline.ranks} divides")
-    divided = pipeline.units or _balanced(_passes(profile, _saving(profile, ks[-1])), stages)
+    divided = pipeline if pipeline.units else _divided(_passes(profile, _saving(profile, ks[-1])), pipeline, ks[-1])
     return replace(
         profile,
-        pipeline=str(replace(pipeline, units=divided)),
+        pipeline=str(divided),
         accumulation_choices=ks,
         tables=tuple(table for table in profile.tables if table.accumulation_steps in ks),
         # Units of a pipeline hand on fp32 under every plan.
@@ -141,62 +148,113 @@ def _saving(profile: Profile, k: int) -> Plan:
     return profile.space.baseline().changed(accumulation_steps=k)
 
 
-def _balanced(passes: _Passes, stages: int) -> tuple[int, ...]:
-    costs = [sum(one) for one in passes.units]
-    return balanced(costs, stages, first=sum(passes.before), last=sum(passes.after))
+def _divided(passes: _Passes, pipeline: Pipeline, k: int) -> Pipeline:
+    """Return a pipeline with the units of each stage: the fastest of few divisions, or one that no moved unit improves.
+
+    Stages of equal time are not always best: where passes of later stages may wait, earlier stages should be shorter.
+    """
+    count = len(passes.units)
+    if math.comb(count - 1, pipeline.stages - 1) <= _FEW:
+        every = (replace(pipeline, units=units) for units in divisions(count, pipeline.stages))
+        return min(every, key=lambda one: _step(passes, one, k).seconds)
+    costs = [one.total_s for one in passes.units]
+    units = balanced(costs, pipeline.stages, first=passes.before.total_s, last=passes.after.total_s)
+    best = replace(pipeline, units=units)
+    seconds = _step(passes, best, k).seconds
+    while True:
+        moved = [replace(pipeline, units=units) for units in _moves(best.units)]
+        found = min(moved, key=lambda one: _step(passes, one, k).seconds, default=best)
+        if (shorter := _step(passes, found, k).seconds) >= seconds:
+            return best
+        best, seconds = found, shorter
 
 
-def _at(profile: Profile, ranks: int, schedule: str, stages: int, k: int) -> ChosenPipeline:
+def _moves(units: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the divisions in which one stage has a unit less and another one a unit more."""
+    for less, more in itertools.permutations(range(len(units)), 2):
+        moved = [count + (stage == more) - (stage == less) for stage, count in enumerate(units)]
+        if all(moved):
+            yield tuple(moved)
+
+
+def _at(profile: Profile, ranks: int, schedule: str, k: int) -> ChosenPipeline:
     passes = _passes(profile, _saving(profile, k))
-    pipeline = Pipeline(ranks=ranks, schedule=schedule, units=_balanced(passes, stages))
+    pipeline = _divided(passes, Pipeline(ranks=ranks, schedule=schedule), k)
     return ChosenPipeline(pipeline, k, _step(passes, pipeline, k))
 
 
 def _step(passes: _Passes, pipeline: Pipeline, k: int) -> PipelineStep:
-    stages = len(pipeline.units)
-    forward, backward = [0.0] * stages, [0.0] * stages
-    rest = iter(passes.units)
-    for stage, count in enumerate(pipeline.units):
-        for _ in range(count):
-            one = next(rest)
-            forward[stage] += one[0]
-            backward[stage] += one[1]
+    units = iter(passes.units)
+    rows = [_sum(itertools.islice(units, count)) for count in pipeline.units]
     # Every rank computes what is before the first unit.
-    forward = [seconds + passes.before[0] for seconds in forward]
-    backward[0] += passes.before[1]
-    forward[-1] += passes.after[0]
-    backward[-1] += passes.after[1]
-    return predict(pipeline, k, forward, backward, _SEND_S)
+    rows = [replace(one, forward_s=one.forward_s + passes.before.forward_s) for one in rows]
+    rows[0] = _sum([rows[0], replace(passes.before, forward_s=0.0)])
+    rows[-1] = _sum([rows[-1], passes.after])
+    rows = [_in_parts(one) if pipeline.splits(stage) else one for stage, one in enumerate(rows)]
+    forward, backward, weights = zip(*((one.forward_s, one.backward_s, one.weights_s) for one in rows), strict=True)
+    return predict(pipeline, k, forward, backward, _SEND_S, weights_s=weights)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Seconds of a part of the model for a micro-batch.
+
+    Attributes:
+        forward_s: its forward pass.
+        backward_s: its backward pass.
+        weights_s: what of that may wait, where backward passes come in two parts.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    weights_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Both passes."""
+        return self.forward_s + self.backward_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """Seconds of the forward and the backward pass of a micro-batch, in each unit, before them and after them."""
+    """The passes of a micro-batch in each unit, before them and after them."""
 
-    units: Sequence[tuple[float, float]]
-    before: tuple[float, float]
-    after: tuple[float, float]
+    units: Sequence[_Part]
+    before: _Part
+    after: _Part
 
 
 def _passes(profile: Profile, plan: Plan) -> _Passes:
     """Return the seconds of each part under a plan; code between two units counts to the former."""
     table, scale, k = profile.table_for(plan), profile.calibration.scale, plan.accumulation_steps
-    parts: list[tuple[float, float]] = [(0.0, 0.0)]
-    after = (0.0, 0.0)
+    parts, after = [_Part()], _Part()
     for segment, choice in zip(table.segments, choices(table.segments, plan), strict=True):
         cost = segment.cost(choice)
-        seconds = cost.forward_s * scale / k, cost.backward_s * scale / k
+        part = _Part(cost.forward_s * scale / k, cost.backward_s * scale / k)
+        if segment.unit is None or plan.storage_of(segment.unit) is Storage.SAVE:
+            # Of the two products of a layer's backward pass, each takes about as long as that of its forward pass.
+            part = replace(part, weights_s=max(part.backward_s - part.forward_s, 0.0))
         if segment.unit is not None:
-            parts.append(seconds)
-            after = (0.0, 0.0)
+            parts.append(part)
+            after = _Part()
         else:
-            parts[-1] = _sum(parts[-1], seconds)
-            after = _sum(after, seconds)
+            parts[-1] = _sum([parts[-1], part])
+            after = _sum([after, part])
     before, *units = parts
     # What follows the last unit, such as the loss, is told apart: no other stage can have it.
-    units[-1] = units[-1][0] - after[0], units[-1][1] - after[1]
+    last = units[-1]
+    units[-1] = _Part(
+        last.forward_s - after.forward_s, last.backward_s - after.backward_s, last.weights_s - after.weights_s
+    )
     return _Passes(units, before, after)
 
 
-def _sum(one: tuple[float, float], two: tuple[float, float]) -> tuple[float, float]:
-    return one[0] + two[0], one[1] + two[1]
+def _in_parts(one: _Part) -> _Part:
+    """Return a part whose backward pass comes in two parts."""
+    longer = _IN_PARTS * one.weights_s
+    return replace(one, backward_s=one.backward_s + longer, weights_s=one.weights_s + longer)
+
+
+def _sum(parts: Iterable[_Part]) -> _Part:
+    rows = [(one.forward_s, one.backward_s, one.weights_s) for one in parts]
+    return _Part(*map(sum, zip(*rows, strict=True)))

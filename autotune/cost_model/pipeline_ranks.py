@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autotune.cost_model.profile import Boundary, Profile, Segment, StepTable
-from autotune.pipeline import Pipeline, passes_of, unread
-from autotune.plan import Plan
+from autotune.cost_model.profile import Boundary, Cost, Profile, Segment, StepTable
+from autotune.pipeline import Pipeline, last_parts, passes_of, unread
+from autotune.plan import Plan, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,20 @@ class _Underway:
 
     Attributes:
         stages: the stage of each micro-batch that is under way, that of the pass last.
+        waits: for each of them, whether its backward pass has begun, so that what operations with weights have returned
+            has gradients, and what they saved stays for the second part.
         sent: the stage of each gradient that it has sent and that may not have been received yet.
         is_later: whether other micro-batches have ended.
     """
 
     stages: tuple[int, ...]
+    waits: tuple[bool, ...]
     sent: tuple[int, ...]
     is_later: bool
+
+    def size(self) -> tuple[int, int, bool, int]:
+        """Return by what the one with most memory comes last, as far as it can be told without a plan."""
+        return len(self.stages), sum(self.waits), self.is_later, len(self.sent)
 
     def covers(self, other: _Underway) -> bool:
         """Return whether memory cannot be higher in the other pass, under no plan."""
@@ -89,26 +96,32 @@ class _Underway:
         same_pass = self.stages[-1] == other.stages[-1] and Counter(other.stages) <= Counter(self.stages)
         # What a micro-batch was handed is as large as the gradient that is sent for it.
         handed, others = Counter(self.stages + self.sent), Counter(other.stages + other.sent)
-        return same_pass and others <= handed and (self.is_later or not other.is_later or fewer)
+        fuller = others <= handed and sum(other.waits) <= sum(self.waits)
+        return same_pass and fuller and (self.is_later or not other.is_later or fewer)
 
 
 def _underway(layout: Pipeline, rank: int, micros: int) -> list[_Underway]:
     """Return what a rank has during those of its passes in which memory may be highest."""
-    alive: dict[tuple[int, int], None] = {}
+    # For each micro-batch that is under way, by stage, whether its backward pass has begun.
+    alive: dict[tuple[int, int], bool] = {}
     found: dict[_Underway, None] = {}
     ended = False
     step = layout, rank, micros
-    for one, late in zip(passes_of(*step), unread(*step), strict=True):
+    order = passes_of(*step)
+    for one, late, is_last in zip(order, unread(*step), last_parts(layout, order), strict=True):
         key = one.stage, one.micro
         alive.pop(key, None)
-        stages = (*sorted(stage for stage, _ in alive), one.stage)
-        found[_Underway(stages, tuple(sorted(own.stage for own in late)), ended)] = None
-        if one.backward:
-            ended = True
-        else:
-            alive[key] = None
+        waits = one.backward and layout.splits(one.stage)
+        under = [*sorted((stage, begun) for (stage, _), begun in alive.items()), (one.stage, waits)]
+        stages, waiting = zip(*under, strict=True)
+        found[_Underway(stages, waiting, tuple(sorted(own.stage for own in late)), ended)] = None
+        ended |= one.backward
+        if not is_last:
+            alive[key] = waits
     kept: list[_Underway] = []
-    for candidate in sorted(found, key=lambda one: (len(one.stages), one.is_later, len(one.sent)), reverse=True):
+    for candidate in sorted(
+        found, key=lambda one: (len(one.stages), sum(one.waits), one.is_later, len(one.sent)), reverse=True
+    ):
         if not any(one.covers(candidate) for one in kept):
             kept.append(candidate)
     return kept
@@ -152,7 +165,11 @@ def _table(profile: Profile, stages: Sequence[int], underway: _Underway, table: 
         found = [_moved(one, begin, end, len(segments)) for one in table.boundaries]
         boundaries += [one for one in found if one is not None]
         copies = underway.stages.count(stage)
-        segments += [_copy(one, copies, _gradient(one, shared) if is_first else 0) for one in table.segments[begin:end]]
+        own = [_copy(one, copies, _gradient(one, shared) if is_first else 0) for one in table.segments[begin:end]]
+        if underway.waits[place]:
+            segments += map(_waiting, own)
+            own = [_in_parts(one) for one in own] if is_first else []
+        segments += own
     # What is not under way takes time alone.
     others = (stage % ranks == underway.stages[-1] % ranks and stage not in underway.stages for stage in stages)
     segments += [_idle(one) for one in itertools.compress(table.segments, others)]
@@ -195,12 +212,37 @@ def _copy(segment: Segment, copies: int, gradient_bytes: int) -> Segment:
     return replace(segment, costs=costs, gradient_bytes=gradient_bytes)
 
 
-def _idle(segment: Segment) -> Segment:
+def _waiting(segment: Segment) -> Segment:
+    """Return a segment between the two parts of its backward pass, without its gradient.
+
+    The gradients of what its operations with weights have returned take at most about as much as it has saved. A unit
+    that recomputes has its whole backward pass in the first part.
+    """
+    doubled = () if segment.unit is None else (Storage.SAVE,)
     costs = {
-        name: replace(cost, saved_bytes=0, forward_peak_bytes=(0, 0), backward_peak_bytes=(0, 0))
+        name: _keeping(cost, 2 * cost.saved_bytes if name.partition("/")[2] in doubled else cost.saved_bytes)
         for name, cost in segment.costs.items()
     }
-    return replace(segment, costs=costs)
+    return replace(segment, costs=costs, gradient_bytes=0)
+
+
+def _in_parts(segment: Segment) -> Segment:
+    """Return what a segment needs in its backward pass beyond :func:`_waiting`."""
+
+    def beyond(cost: Cost) -> Cost:
+        first, later = (max(peak - cost.saved_bytes, 0) for peak in cost.backward_peak_bytes)
+        return replace(_keeping(cost, 0), backward_peak_bytes=(first, later), forward_s=0.0, backward_s=0.0)
+
+    return replace(segment, costs={name: beyond(cost) for name, cost in segment.costs.items()})
+
+
+def _keeping(cost: Cost, saved_bytes: int) -> Cost:
+    """Return the cost of a segment that keeps some bytes and needs no more."""
+    return replace(cost, saved_bytes=saved_bytes, forward_peak_bytes=(0, 0), backward_peak_bytes=(0, 0))
+
+
+def _idle(segment: Segment) -> Segment:
+    return replace(segment, costs={name: _keeping(cost, 0) for name, cost in segment.costs.items()})
 
 
 def _handed(table: StepTable, stages: Sequence[int], stage: int) -> int:
