@@ -188,11 +188,14 @@ def test_profile_of_one_process_predicts_the_memory_of_each_schedule(schedule: s
     plans = [space.baseline(), space.leanest(), *(space.sample(draw) for _ in range(8))]
     peaks = peaks_of(job, RankOptions(count=2, engine="pipeline", mesh=found.pipeline), plans)
     missed = [peak_bytes(found, plan) / peaks[plan] - 1 for plan in plans]
-    assert float(np.median(np.abs(missed))) < 0.02
-    # In 16 bits alone, less is handed from stage to stage; a k between profiled ones is interpolated.
-    interleaved = schedule == "interleaved"
-    assert min(missed) > (-0.04 if interleaved else -0.015)
-    assert max(missed) < (0.07 if interleaved else 0.05)
+    # In 16 bits alone, less is handed from stage to stage; a k between profiled ones is interpolated. In two parts of a
+    # backward pass, only an upper bound is known of what operations are given.
+    median, low, high = {"interleaved": (0.02, -0.04, 0.07), "zero-bubble": (0.12, -0.015, 0.35)}.get(
+        schedule, (0.02, -0.015, 0.05)
+    )
+    assert float(np.median(np.abs(missed))) < median
+    assert min(missed) > low
+    assert max(missed) < high
 
 
 @pytest.mark.slow
