@@ -254,7 +254,7 @@ def _waiting_told(parts: StepParts) -> str:
 def _idle_told(share: float) -> str:
     return (
         f"ranks that are equally fast wait for one another in {share:.0%} of the step: in a pipeline, more "
-        "micro-batches (a larger k) or interleaved stages would help more than other choices"
+        "micro-batches (a larger k), schedule=zero-bubble or interleaved stages would help more than other choices"
     )
 
 
