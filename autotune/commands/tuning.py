@@ -26,6 +26,7 @@ from autotune.io.progress import Reporter, Silent
 from autotune.job import Job
 from autotune.launching import canonical, launched, split, suffix
 from autotune.mesh import Mesh
+from autotune.pipeline import SCHEDULES
 from autotune.plan import Plan
 from autotune.records.requests import Ranks, TuneRequest, recorded_address, reference_of
 
@@ -146,7 +147,7 @@ def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, repor
 
     Args:
         request: the request, with ranks of any layout. A memory budget that is a share refers to the baseline's peak
-            with the first layout, in which every rank has the whole model, for all.
+            with the first layout, for all: every rank has the whole model, or the pipeline's schedule is 1F1B.
         trusted: inputs that the caller supplies for the request.
         runs: folder in which the run directories are made.
         reporter: shows progress.
@@ -162,6 +163,7 @@ def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, repor
     ranks, meshed = request.ranks, request.ranks.mesh is not None or request.ranks.engine == "pipeline"
     if ranks.engine == "pipeline":
         found = chosen_pipelines(_profile_alone(request, trusted, runs, reporter), ranks.count)
+        found.sort(key=lambda one: one.pipeline.schedule != SCHEDULES[0])
         layouts = {str(one.pipeline): replace(ranks, mesh=str(one.pipeline)) for one in found}
     elif meshed:
         job = trusted.job(request.job)
