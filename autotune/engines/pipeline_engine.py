@@ -373,9 +373,9 @@ class PipelineEngine(RankEngine):
             key = one.stage, one.micro
             self._settle([backward.pop(own) for own in list(backward) if own not in late])
             if not one.backward:
-                ends[key], run = self._forward(one, pieces[one.micro])
+                ends[key], shapes = self._forward(one, pieces[one.micro])
                 if one.stage < last:
-                    forward[key] = self._send_forward(one.stage, ends[key][1], run.shapes)
+                    forward[key] = self._send_forward(one.stage, ends[key][1], shapes)
                 continue
             if one.late:
                 waiting.pop(key)()
@@ -422,8 +422,8 @@ class PipelineEngine(RankEngine):
         names = [name for name in self._own_units if self.plan.storage_of(name) is not Storage.SAVE]
         return [one for name in names for one in self.model.get_submodule(name).parameters()]
 
-    def _forward(self, one: Pass, piece: Any) -> tuple[tuple[torch.Tensor | None, torch.Tensor], StageRun]:
-        """Run a forward pass; return what the stage was handed with its result, and the run."""
+    def _forward(self, one: Pass, piece: Any) -> tuple[tuple[torch.Tensor | None, torch.Tensor], Shapes]:
+        """Run a forward pass; return what the stage was handed and its result, and the shapes of its units' results."""
         received, shapes = self._receive_forward(one.stage)
         run = StageRun(one.stage, received, shapes)
         # A micro-batch that is repeated at weight 0 leaves nothing behind.
@@ -431,7 +431,7 @@ class PipelineEngine(RankEngine):
         result = self._stages.forward(run, functools.partial(self.job.loss, self.called, piece))
         if buffers is not None:
             write_buffers(self.model, buffers)
-        return (received, result), run
+        return (received, result), run.shapes
 
     def _receive_forward(self, stage: int) -> tuple[torch.Tensor | None, Shapes]:
         """Return what a stage is handed, and the shapes of what the units before it have returned."""
