@@ -190,9 +190,9 @@ def test_profile_of_one_process_predicts_the_memory_of_each_schedule(schedule: s
     plans = [space.baseline(), space.leanest(), *(space.sample(draw) for _ in range(8))]
     peaks = peaks_of(job, RankOptions(count=2, engine="pipeline", mesh=found.pipeline), plans)
     missed = [peak_bytes(found, plan) / peaks[plan] - 1 for plan in plans]
-    # A k between profiled ones is interpolated. In two parts of a backward pass, only an upper bound is known of what
-    # operations are given.
-    bounds = {"1f1b": (1e-3, 0.01), "gpipe": (5e-3, 0.03), "interleaved": (0.01, 0.07), "zero-bubble": (0.2, 0.35)}
+    # A k between profiled ones is interpolated. In two parts of a backward pass, a unit that recomputes is taken to do
+    # so beside what earlier units are given later.
+    bounds = {"1f1b": (1e-3, 0.01), "gpipe": (5e-3, 0.03), "interleaved": (0.01, 0.07), "zero-bubble": (0.04, 0.25)}
     median, high = bounds[schedule]
     assert float(np.median(np.abs(missed))) < median
     assert min(missed) > -0.005

@@ -7,13 +7,14 @@ most are; a plan's choice for a unit holds for all of them. All else of the memo
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.cost_model.profile import Boundary, Cost, Profile, Segment, StepTable
 from autotune.pipeline import Pipeline, last_parts, passes_of, unread
-from autotune.plan import Plan, Storage
+from autotune.plan import Plan, Precision, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def _table(profile: Profile, stages: Sequence[int], underway: _Underway, table: 
         copies = underway.stages.count(stage)
         own = [_copy(one, copies, _gradient(one, shared) if is_first else 0) for one in table.segments[begin:end]]
         if underway.waits[place]:
-            segments += map(_waiting, own)
+            segments += [_waiting(profile, table, one) for one in own]
             own = [_in_parts(one) for one in own] if is_first else []
         segments += own
     # What is not under way takes time alone.
@@ -212,17 +213,23 @@ def _copy(segment: Segment, copies: int, gradient_bytes: int) -> Segment:
     return replace(segment, costs=costs, gradient_bytes=gradient_bytes)
 
 
-def _waiting(segment: Segment) -> Segment:
+def _waiting(profile: Profile, table: StepTable, segment: Segment) -> Segment:
     """Return a segment between the two parts of its backward pass, without its gradient.
 
-    The gradients of what its operations with weights have returned take at most about as much as it has saved. A unit
-    that recomputes has its whole backward pass in the first part.
+    What its operations with weights are given stays beside what it saves; if that is not known, it is taken to be as
+    much. A unit that recomputes has its whole backward pass in the first part.
     """
-    doubled = () if segment.unit is None else (Storage.SAVE,)
-    costs = {
-        name: _keeping(cost, 2 * cost.saved_bytes if name.partition("/")[2] in doubled else cost.saved_bytes)
-        for name, cost in segment.costs.items()
-    }
+    given = profile.given_bytes.get(segment.unit or "", {})
+    pieces = table.accumulation_steps if profile.batching == "fixed" else 1
+
+    def kept(name: str, cost: Cost) -> int:
+        precision, _, storage = name.partition("/")
+        if storage != Storage.SAVE:
+            return cost.saved_bytes
+        known = given.get(Precision(precision))
+        return cost.saved_bytes + (cost.saved_bytes if known is None else math.ceil(known / pieces))
+
+    costs = {name: _keeping(cost, kept(name, cost)) for name, cost in segment.costs.items()}
     return replace(segment, costs=costs, gradient_bytes=0)
 
 

@@ -202,6 +202,8 @@ class Profile:
         unit_bytes: bytes of the parameters that a unit has for itself and of their optimizer state, by unit; empty if
             they are not known.
         shared_bytes: bytes of the gradients of parameters that a unit shares, as with a tied head, by unit.
+        given_bytes: bytes of the gradients that a unit's operations with weights are given in the backward passes of a
+            step, by unit and precision. A pipeline keeps them while weights' gradients wait.
         pipeline: the layout of the pipeline that predictions are of, such as ``pipe=2,units=3/5``; empty for one
             process, which is what all costs are of.
     """
@@ -231,6 +233,7 @@ class Profile:
     locked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unit_bytes: Mapping[str, Bytes] = field(default_factory=dict)
     shared_bytes: Mapping[str, Bytes] = field(default_factory=dict)
+    given_bytes: Mapping[str, Mapping[Precision, Bytes]] = field(default_factory=dict)
     pipeline: str = ""
 
     @property
@@ -360,7 +363,8 @@ def _require_consistent(profile: Profile) -> None:
     _require([table.accumulation_steps for table in profile.tables] == list(choices), "tables are not one per k")
     _require(set(profile.uniform_tables) <= set(REDUCED_PRECISIONS), "uniform_tables")
     _require(set(profile.locked) <= set(names), "a choice of an unknown unit is locked")
-    _require({*profile.unit_bytes, *profile.shared_bytes} <= set(names), "unit_bytes has an unknown unit")
+    told = {*profile.unit_bytes, *profile.shared_bytes, *profile.given_bytes}
+    _require(told <= set(names), "unit_bytes, shared_bytes or given_bytes has an unknown unit")
     _require(not profile.pipeline or _is_divided(profile), f"pipeline is {shown(profile.pipeline)}")
     for table in (*profile.tables, *(one for tables in profile.uniform_tables.values() for one in tables)):
         _require_whole(table, set(names))

@@ -6,14 +6,19 @@ with the gradients that they were given in the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
-from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, construct_reverse_graph, reverse_closure
+from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, reverse_closure
 from torch.utils.hooks import RemovableHandle
+
+from autotune.mechanics.trees import tensors
 
 # The gradients that an operation is given, of each of its results.
 _Given = tuple[torch.Tensor | None, ...]
@@ -36,7 +41,7 @@ class SplitBackward:
     def __init__(
         self, end: torch.Tensor, received: torch.Tensor, late: Sequence[nn.Parameter], early: Sequence[nn.Parameter]
     ) -> None:
-        self._groups = _groups(end, received, late)
+        self._groups = _groups([end], [received], late)
         handles = [handle for group in self._groups for handle in group.noting()]
         try:
             # Gradients are added one after another, and not held until all are there.
@@ -106,16 +111,72 @@ class _Group:
                 parameter.grad = gradient
 
 
-def _groups(end: torch.Tensor, received: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[_Group]:
-    """Return the groups of parameters on which a number depends, those that get their gradients last first."""
-    edges = construct_reverse_graph([_node(end)])
-    passed, _ = reverse_closure([_node(received)], set(), edges)
+def _groups(
+    ends: Sequence[torch.Tensor], received: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]
+) -> list[_Group]:
+    """Return the groups of the parameters between two sets of tensors, those that get their gradients last first."""
+    stops = set(map(_node, received))
+    users: dict[Node, list[Node]] = defaultdict(list)
+    reached = [*map(_node, ends)]
+    seen = {*reached, *stops}
+    while reached:
+        node = reached.pop()
+        for other, _ in node.next_functions:
+            if other is not None:
+                users[other].append(node)
+                reached += [] if other in seen else [other]
+                seen.add(other)
+    passed, _ = reverse_closure([*stops], set(), users)
     found: dict[frozenset[Node], list[nn.Parameter]] = {}
     for parameter in parameters:
-        _, operations = reverse_closure([_node(parameter)], passed, edges)
+        _, operations = reverse_closure([_node(parameter)], passed, users)
         if operations:
             found.setdefault(frozenset(operations), []).append(parameter)
     return [_Group(parameters, list(operations), [()] * len(operations)) for operations, parameters in found.items()]
+
+
+class GivenBytes:
+    """Bytes of the gradients that operations with weights are given in each unit's first call in a step.
+
+    Use it as a context manager around the step.
+
+    Attributes:
+        found: the bytes, by unit; those are left out that are handed nothing with a gradient.
+
+    Args:
+        model: the model.
+        names: its units.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        self._units = {name: model.get_submodule(name) for name in names}
+        self._handles: list[RemovableHandle] = []
+        self._seen: set[str] = set()
+        self.found: dict[str, int] = {}
+
+    def __enter__(self) -> GivenBytes:
+        for name, module in self._units.items():
+            hook = functools.partial(self._returned, name)
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _returned(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        received = [one for one in tensors((args, kwargs)) if one.requires_grad]
+        ends = [one for one in tensors(output) if one.grad_fn is not None]
+        if name in self._seen or not torch.is_grad_enabled() or not (received and ends):
+            return
+        self._seen.add(name)
+        weights = [one for one in module.parameters() if one.requires_grad]
+        operations = {node for group in _groups(ends, received, weights) for node in group.operations}
+
+        def note(given: _Given) -> None:
+            self.found[name] = self.found.get(name, 0) + sum(one.nbytes for one in given if one is not None)
+
+        self._handles += [node.register_prehook(note) for node in operations]
 
 
 def _node(tensor: torch.Tensor) -> Node:

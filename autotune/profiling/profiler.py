@@ -21,10 +21,11 @@ from autotune.cost_model.time_model import calibrated
 from autotune.engines.torch_engine import EngineOptions
 from autotune.errors import JobError
 from autotune.job import Job
-from autotune.measurement import Failure
+from autotune.measurement import Failure, Measurement
 from autotune.mechanics import devices
 from autotune.mechanics.compiled_units import compilations
 from autotune.mechanics.randomness import isolated, seed_all
+from autotune.mechanics.split_backward import GivenBytes
 from autotune.mechanics.step_trace import Phase, StepTrace, rest_of
 from autotune.plan import Plan, PlanSpace, Precision, Storage
 from autotune.profiling.attribution import attribute
@@ -155,6 +156,8 @@ class _Profiler:
         self._warnings: list[str] = []
         # The units that every step calls, in order; ``None`` before the first step.
         self._calls: tuple[str, ...] | None = None
+        # Bytes of the gradients that units' operations are given in a step, by precision.
+        self._given: dict[str, dict[Precision, int]] = {}
         with isolated():
             seed_all(options.seed)
             steady = fixed_shape(job, options.seed)
@@ -178,6 +181,7 @@ class _Profiler:
         found = self._observe()
         if not found:
             raise JobError("no plan could be profiled", where=f"job {self._job.name!r}", allowed=self._warnings)
+        self._note_all_given()
         if self._options.is_lean:
             share_seconds(found, engine.space)
         record = StepRecord(
@@ -189,7 +193,8 @@ class _Profiler:
             length_spread=self._length_spread,
         )
         own, shared = engine.unit_bytes()
-        result = replace(assemble(record, engine.space), unit_bytes=own, shared_bytes=shared)
+        given = {unit.name: self._given[unit.name] for unit in engine.space.units if unit.name in self._given}
+        result = replace(assemble(record, engine.space), unit_bytes=own, shared_bytes=shared, given_bytes=given)
         self._warn_of_ks(result.accumulation_choices)
         result = self._calibrate(self._corrected(result))
         engine.close()
@@ -237,14 +242,31 @@ class _Profiler:
         for plan in (self._engine.space.baseline(), self._engine.space.leanest()):
             if not self._engine.may_try(f"the first step, {plan}"):
                 continue
-            self._engine.apply(plan)
-            window = self._engine.run(1)
+            window = self._note_given(plan)
             if window.failure is None:
                 return
             failure, detail = window.failure, window.failure_detail
             if failure is not Failure.OUT_OF_MEMORY:
                 break
         raise JobError(f"the first step ends with {failure}: {detail}", where="job")
+
+    def _note_given(self, plan: Plan) -> Measurement:
+        """Run a step under a plan of one precision, and note what operations with weights are given in it."""
+        engine = self._engine
+        engine.apply(plan)
+        names = [] if engine.world > 1 else [unit.name for unit in engine.space.units]
+        with GivenBytes(engine.model, names) as given:
+            window = engine.run(1)
+        pieces = plan.accumulation_steps if engine.space.k_splits else 1
+        for name, size in given.found.items():
+            self._given.setdefault(name, {})[plan.precision_of(name)] = size * pieces
+        return window
+
+    def _note_all_given(self) -> None:
+        """Do the same in other precisions than the first, for which the first step has told it."""
+        space = self._engine.space
+        for precision in space.precisions[1:] if self._engine.world == 1 else ():
+            self._note_given(space.plan(accumulation_steps=self._ks[-1], precision=precision, storage=Storage.SAVE))
 
     def _judge_choices(self) -> None:
         """Tell which units are left uncompiled, leave out what compiles none, and judge approximate choices."""
