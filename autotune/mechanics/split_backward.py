@@ -6,6 +6,7 @@ with the gradients that they were given in the first one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -164,7 +165,12 @@ class GivenBytes:
         for handle in self._handles:
             handle.remove()
 
-    def _returned(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _returned(self, *call: Any) -> None:
+        # What cannot be told of a unit is left out.
+        with contextlib.suppress(Exception):
+            self._note(*call)
+
+    def _note(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         received = [one for one in tensors((args, kwargs)) if one.requires_grad]
         ends = [one for one in tensors(output) if one.grad_fn is not None]
         if name in self._seen or not torch.is_grad_enabled() or not (received and ends):
