@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import sharded_rank
-from ranks import run_on_ranks
+from ranks import fork_ranks, run_on_ranks
 
 from autotune.engines.isolated_engine import IsolatedEngine
 from autotune.engines.registry import RankOptions
@@ -21,6 +21,8 @@ from autotune.plan import Plan
 def run_ranks(folder: Path, what: str, layout: int | str, steps: int, ranks: int = 2) -> list[dict[str, Any]]:
     """Run parts of sharded_rank.py on several ranks, with a watchdog, and return what each rank wrote.
 
+    Torchrun starts ranks of DeepSpeed and pipelines, and those that share layers are forked.
+
     Args:
         folder: folder for the results.
         what: names of the parts, separated by commas.
@@ -28,7 +30,8 @@ def run_ranks(folder: Path, what: str, layout: int | str, steps: int, ranks: int
         steps: number of steps of each part.
         ranks: number of ranks.
     """
-    run_on_ranks("sharded_rank.py", folder, what, layout, steps, ranks=ranks, timeout_s=900)
+    start = fork_ranks if "tp=" in str(layout) else run_on_ranks
+    start("sharded_rank.py", folder, what, layout, steps, ranks=ranks, timeout_s=900)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -20,7 +20,7 @@ from rank_laws import (
     peaks_of,
     run_ranks,
 )
-from ranks import run_on_ranks
+from ranks import fork_ranks, run_on_ranks
 from small_models import TinyGPT
 from torch import nn
 
@@ -180,7 +180,7 @@ def assert_refused(found: dict[str, str], expected: dict[str, str], kind: str) -
 
 
 def test_ranks_refuse_what_they_cannot_train_exactly_and_keep_all_states(tmp_path: Path) -> None:
-    run_on_ranks("odd_rank.py", tmp_path, "shard=2", "refusals,norms,exactness,states")
+    fork_ranks("odd_rank.py", tmp_path, "shard=2", "refusals,norms,exactness,states")
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert_refused(found["refusals"], REFUSALS, "JobError")
@@ -196,7 +196,7 @@ def test_ranks_refuse_what_they_cannot_train_exactly_and_keep_all_states(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "ranks"), [("dp=2", 2), ("dp=2,shard=2", 4)])
 def test_replicas_refuse_and_train_the_same(mesh: str, ranks: int, tmp_path: Path) -> None:
-    run_on_ranks("odd_rank.py", tmp_path, mesh, "refusals,exactness,states", ranks=ranks)
+    fork_ranks("odd_rank.py", tmp_path, mesh, "refusals,exactness,states", ranks=ranks)
     found = json.loads((tmp_path / "rank1.json").read_text())
     assert_refused(
         found["refusals"], {name: words for name, words in REFUSALS.items() if name != "adafactor"}, "JobError"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_on_ranks
+from ranks import fork_ranks
 
 Ranks = list[dict[str, Any]]
 # The quick runs and their steps.
@@ -38,7 +38,7 @@ def run_ranks(folder: Path, ways: dict[str, int], world: int) -> list[Ranks]:
         world: number of ranks.
     """
     told = ",".join(f"{way}:{steps}" for way, steps in ways.items())
-    run_on_ranks("live_rank.py", folder, told, ranks=world, timeout_s=1000)
+    fork_ranks("live_rank.py", folder, told, ranks=world, timeout_s=1000)
     return read(folder, ways, world)
 
 
@@ -46,7 +46,7 @@ def run_ranks(folder: Path, ways: dict[str, int], world: int) -> list[Ranks]:
 def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the quick runs on two ranks; each of them has compared what it trained itself."""
     folder = tmp_path_factory.mktemp("quick")
-    run_on_ranks("quick_ranks.py", folder, json.dumps(WAYS))
+    fork_ranks("quick_ranks.py", folder, json.dumps(WAYS))
     return folder
 
 
@@ -145,7 +145,7 @@ def test_a_rank_that_begins_a_step_again_or_does_not_attach_keeps_no_other_one_w
 def test_ranks_of_a_model_sharded_otherwise_use_the_same_plan_and_stay_bit_identical(
     ways: str, world: int, tmp_path: Path
 ) -> None:
-    run_on_ranks("spread_rank.py", tmp_path, ways, ranks=world)
+    fork_ranks("spread_rank.py", tmp_path, ways, ranks=world)
     assert len(list(tmp_path.glob("*/*/decisions.jsonl"))) == 2 * len(ways.split(","))
 
 
@@ -153,4 +153,4 @@ def test_ranks_of_a_model_sharded_otherwise_use_the_same_plan_and_stay_bit_ident
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "world"), [("skewed", 2), ("nested", 2), ("halves", 4)])
 def test_ranks_that_differ_run_the_same_plans_and_change_no_bit(way: str, world: int) -> None:
-    run_on_ranks("apart_rank.py", way, ranks=world)
+    fork_ranks("apart_rank.py", way, ranks=world)

@@ -16,7 +16,7 @@ from rank_laws import (
     peaks_of,
     run_ranks,
 )
-from ranks import run_on_ranks
+from ranks import fork_ranks
 
 from autotune import RankOptions
 from autotune.campaign.comparison_campaign import warn_of_layout
@@ -90,7 +90,7 @@ def test_all_schedules_and_divisions_make_the_same_updates(layout: str, ranks: i
 
 @pytest.mark.parametrize("schedule", ["", pytest.param(",schedule=zero-bubble", marks=pytest.mark.slow)])
 def test_what_ranks_of_a_pipeline_refuse_and_share(schedule: str, tmp_path: Path) -> None:
-    run_on_ranks("odd_pipeline_rank.py", tmp_path, schedule)
+    fork_ranks("odd_pipeline_rank.py", tmp_path, schedule)
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         for name, words in REFUSALS.items():

@@ -15,7 +15,7 @@ from rank_laws import (
     assert_troubles_are_shared,
     run_ranks,
 )
-from ranks import run_on_ranks
+from ranks import fork_ranks
 from small_jobs import gpt_job
 
 from autotune.cli.main import run
@@ -91,7 +91,7 @@ def test_a_run_moves_between_meshes_with_and_without_shared_layers(mesh: str, ra
     "names", ["tied,qwen,tempered", pytest.param("llama,frozen,partly,descending,narrow,cast", marks=pytest.mark.slow)]
 )
 def test_what_cannot_be_divided_is_refused_and_odd_models_are_trained_exactly(names: str, tmp_path: Path) -> None:
-    run_on_ranks("divided_rank.py", tmp_path, "tp=2", names)
+    fork_ranks("divided_rank.py", tmp_path, "tp=2", names)
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         for name, words in REFUSALS.items():
