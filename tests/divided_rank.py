@@ -33,7 +33,7 @@ def exactness(mesh: str, names: str) -> dict[str, float]:
         job = made() if callable(made) else made
         engine, plain = engine_of(mesh, job), TorchEngine(job, options=OPTIONS)
         found[f"{name} begins"] = farthest(whole(engine), [one.detach() for one in plain.model.parameters()])
-        for _ in range(8):
+        for _ in range(5):
             plan = at_random(engine.space, draw)
             engine.apply(plan)
             plain.apply(on_one_rank(plan))

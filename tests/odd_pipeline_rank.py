@@ -218,7 +218,7 @@ def compared(job: Job, mesh: str = "pipe=2") -> dict[str, Any]:
     mesh += "" if "schedule" in mesh else "".join(sys.argv[2:])
     ours, plain = PipelineEngine(job, mesh=mesh, options=options), TorchEngine(job, options=options)
     sampled = False
-    for _ in range(12):
+    for _ in range(7):
         plan = at_random(ours.space, draw)
         ours.apply(plan)
         plain.apply(plan)

@@ -74,7 +74,7 @@ def exactness(mesh: str, _folder: Path) -> dict[str, float]:
     for name in EXACT:
         engine, plain = engine_of(mesh, getattr(jobs, name)), TorchEngine(getattr(jobs, name), options=OPTIONS)
         off = [abs(engine.evaluate() - plain.evaluate())]
-        for _ in range(8):
+        for _ in range(5):
             plan = at_random(engine.space, draw)
             engine.apply(plan)
             plain.apply(on_one_rank(plan))

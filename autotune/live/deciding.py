@@ -54,10 +54,13 @@ class SolvingPolicy:
     def __init__(self, name: str) -> None:
         self.name = name
         self._profile: Profile | None = None
+        # The last question and its answer: as long as neither budget nor noise changes, each decision is the same.
+        self._asked: tuple[int | None, float | None] = (None, None)
+        self._answer: Plan | None = None
 
     def begin(self, profile: Profile, budget_bytes: int | None) -> Plan:
         """Keep the profile and return the first plan."""
-        self._profile = profile
+        self._profile, self._answer = profile, None
         return self._solve(budget_bytes, None)
 
     def decide(self, observation: Observation, plan: Plan) -> Plan:
@@ -70,14 +73,20 @@ class SolvingPolicy:
     def _solve(self, budget_bytes: int | None, noise_scale: float | None) -> Plan:
         if self._profile is None:
             raise AttachError(f"policy {self.name!r} has no profile", where="policy", allowed="begin(profile, budget)")
-        goal = Goal(noise_scale=noise_scale)
+        asked = budget_bytes, noise_scale
+        if self._answer is None or asked != self._asked:
+            self._answer = self._solved(self._profile, budget_bytes, Goal(noise_scale=noise_scale))
+            self._asked = asked
+        return self._answer
+
+    def _solved(self, profile: Profile, budget_bytes: int | None, goal: Goal) -> Plan:
         try:
             if self.name == "greedy":
-                return greedy_plan(self._profile, budget_bytes, goal)
-            return solve(self._profile, budget_bytes, goal).plan
+                return greedy_plan(profile, budget_bytes, goal)
+            return solve(profile, budget_bytes, goal).plan
         except BudgetError:
             # A batch as large as the profiled one does not fit; smaller ones may.
-            return smallest(self._profile).plan
+            return smallest(profile).plan
 
 
 class RecordedPolicy:
