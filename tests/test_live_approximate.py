@@ -27,7 +27,7 @@ from autotune.mechanics.memory_meter import MemoryMeter, resident_tensors
 from autotune.plan import PlanSpace
 from autotune.profiling.trial_passes import Attempt, storage_lock
 
-WIDTH, BLOCKS = 64, 12
+ROWS, WIDTH, BLOCKS = 24, 64, 12
 CPU = torch.device("cpu")
 
 
@@ -88,12 +88,12 @@ class Compresses:
         return plan.changed(accumulation_steps=self._k)
 
 
-def needed(network: Network, plan: autotune.Plan) -> int:
+def needed(network: Network, plan: autotune.Plan, rows: int) -> int:
     """Return the peak of a step under a plan in bytes."""
     optimizer = torch.optim.Adam(network.parameters(), 1e-3)
     autotune.apply(network, plan)
     for _ in range(2):
-        meter, batch = MemoryMeter(CPU), torch.randn(64, 4, WIDTH)
+        meter, batch = MemoryMeter(CPU), torch.randn(rows, 4, WIDTH)
         with meter.metering(resident_tensors(network, optimizer, [batch])):
             network(batch).square().mean().backward()
             optimizer.step()
@@ -103,11 +103,11 @@ def needed(network: Network, plan: autotune.Plan) -> int:
 
 
 @functools.cache
-def budget_of(share: float) -> int:
+def budget_of(share: float, rows: int = ROWS) -> int:
     """Return a budget between what recomputing everything and what saving everything needs."""
     units = [f"blocks.{number}" for number in range(BLOCKS)]
     low, high = (
-        needed(Network(), autotune.Plan(storage=dict.fromkeys(units, storage)))
+        needed(Network(), autotune.Plan(storage=dict.fromkeys(units, storage)), rows)
         for storage in (Storage.RECOMPUTE, Storage.SAVE)
     )
     return int(low + share * (high - low))
@@ -118,6 +118,7 @@ def trained(
     *,
     steps: int,
     accumulated: int = 1,
+    rows: int = ROWS,
     low: Callable[[Any, int], bool] = lambda *_: False,
     share: float = 0.7,
     storages: tuple[str, ...] = ("compress8",),
@@ -128,7 +129,7 @@ def trained(
 ) -> Any:
     """Train attached, and return the tuner and the plan of each step; no metered step is over its budget."""
     buffers = sum(buffer.nbytes for buffer in network.buffers())
-    budget = budget_of(share) + buffers
+    budget = budget_of(share, rows) + buffers
     seeded()
     optimizer = torch.optim.Adam(network.parameters(), 1e-3)
     now = [budget]
@@ -146,8 +147,8 @@ def trained(
     plans = []
     for number in range(steps):
         network.steps = number
-        now[0] = budget_of(0.1) + buffers if low(tuner, number) else budget
-        batches, meter = [torch.randn(64, 4, WIDTH) for _ in range(accumulated)], MemoryMeter(CPU)
+        now[0] = budget_of(0.1, rows) + buffers if low(tuner, number) else budget
+        batches, meter = [torch.randn(rows, 4, WIDTH) for _ in range(accumulated)], MemoryMeter(CPU)
         for micro in itertools.chain.from_iterable(map(tuner.micro_batches, batches)):
             look(tuner, number)
             # Metering is slow.
@@ -192,7 +193,7 @@ def test_units_that_compression_spoils_keep_exact_storages() -> None:
 
 
 def test_a_unit_that_compression_spoils_later_is_locked_then_and_it_alone() -> None:
-    tuner, plans = trained(Network(wild=(10,), after=25), steps=120)
+    tuner, plans = trained(Network(wild=(10,), after=25), steps=90)
     assert tuner.attached
     assert any("blocks.10" in compressed(plan) for plan in plans)
     assert re.match("in blocks.10: it changes the gradient", tuner.locks["compress8"])
@@ -208,7 +209,7 @@ def test_only_the_first_of_accumulated_batches_is_tried_and_none_is_cut() -> Non
     def look(tuner: Any, number: int) -> None:
         tried.append((number, tuner.probing))
 
-    tuner, plans = trained(network, steps=60, accumulated=3, look=look)
+    tuner, plans = trained(network, steps=40, accumulated=3, rows=64, look=look)
     assert set(sizes) == {64}
     for number in {number for number, is_trial in tried if is_trial}:
         seen.append([is_trial for one, is_trial in tried if one == number])
@@ -278,7 +279,7 @@ def test_sparse_gradients_can_be_compared() -> None:
 def test_what_compression_spoils_is_found_at_any_width(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setitem(globals(), "WIDTH", width)
     seeded()
-    blocks, batch = nn.Sequential(Block(), Block(wild=True), Block()), torch.randn(64, 4, width)
+    blocks, batch = nn.Sequential(Block(), Block(wild=True), Block()), torch.randn(ROWS, 4, width)
     parameters, outcomes = [*blocks.parameters()], []
     for storage in (Storage.SAVE, Storage.COMPRESS8):
         autotune.apply(blocks, autotune.Plan(storage=dict.fromkeys("012", storage)))
@@ -351,7 +352,7 @@ def test_cuts_are_judged_by_exact_gradients(monkeypatch: pytest.MonkeyPatch) -> 
         return lessons._allowed.plan(2, Precision.INHERIT, lean=True)
 
     monkeypatch.setattr(Lessons, "_likeliest_lean", lean)
-    tuner, plans = trained(Network(), steps=80, storages=("compress4",), choices=(1, 2))
+    tuner, plans = trained(Network(), steps=60, storages=("compress4",), choices=(1, 2))
     assert "accumulation_steps" not in tuner.locks
     assert sum(bool(compressed(plan)) and plan.accumulation_steps == 2 for plan in plans) > 15
 
@@ -400,7 +401,7 @@ def test_a_loop_that_is_left_in_a_trial_pass_leaves_the_model_as_it_was() -> Non
             settings=Settings(storages=("compress8",)),
         ) as tuner:
             for number in range(30):
-                pieces = tuner.micro_batches(torch.randn(64, 4, WIDTH))
+                pieces = tuner.micro_batches(torch.randn(ROWS, 4, WIDTH))
                 for micro in pieces:
                     if tuner.probing and number > 2:
                         left.append(pieces)
@@ -415,13 +416,13 @@ def test_a_loop_that_is_left_in_a_trial_pass_leaves_the_model_as_it_was() -> Non
     assert network.dropout.training
     assert "train" not in network.__dict__
     assert all("forward" not in block.__dict__ for block in network.blocks)
-    network(torch.randn(64, 4, WIDTH)).square().mean().backward()
-    batch = torch.randn(64, 4, WIDTH)
+    network(torch.randn(ROWS, 4, WIDTH)).square().mean().backward()
+    batch = torch.randn(ROWS, 4, WIDTH)
     state, seen = torch.get_rng_state(), network.norm.running_mean.clone()
     # Nothing is undone once more.
     left[0].close()
     assert not tuners[0].probing
-    assert [len(micro) for micro in tuners[0].micro_batches(batch)] == [64]
+    assert [len(micro) for micro in tuners[0].micro_batches(batch)] == [ROWS]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(network.norm.running_mean, seen)
     assert all(parameter.grad is not None for parameter in network.head.parameters())

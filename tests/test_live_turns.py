@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,17 @@ LOOPS = {
 }
 
 
+@functools.cache
+def bounds_of(name: str) -> tuple[Run, int, int]:
+    """Return a loop's run without a tuner, and the largest peaks of its leanest plans and of saving everything."""
+    loop, _ = LOOPS[name]
+    lean = trained(loop, Run({"limits": RESTLESS, "policy": "exact", "memory_budget_bytes": 1}, steps=STEPS))
+    plans = kept_where_locked(lean)
+    full = plans[0].changed(storage=dict.fromkeys(plans[0].storage, Storage.SAVE))
+    lowest, highest = (max(trained(loop, Run(plans=own, steps=STEPS)).peaks) for own in (plans, [full]))
+    return trained(loop, Run(steps=STEPS)), lowest, highest
+
+
 @pytest.mark.parametrize("share", [0.5, 8.0])
 @pytest.mark.parametrize(
     "name",
@@ -116,14 +128,10 @@ LOOPS = {
 def test_steps_of_each_task_stay_within_the_budget_once_it_was_seen(name: str, share: float) -> None:
     """Everything was once recomputed for good, whatever the budget."""
     loop, tasks = LOOPS[name]
-    attaching: dict[str, Any] = {"limits": RESTLESS, "policy": "exact"}
-    alone = trained(loop, Run(steps=STEPS))
-    lean = trained(loop, Run({**attaching, "memory_budget_bytes": 1}, steps=STEPS))
-    plans = kept_where_locked(lean)
-    full = plans[0].changed(storage=dict.fromkeys(plans[0].storage, Storage.SAVE))
-    lowest, highest = (max(trained(loop, Run(plans=own, steps=STEPS)).peaks) for own in (plans, [full]))
+    alone, lowest, highest = bounds_of(name)
     budget = int(lowest + share * (highest - lowest))
-    run = trained(loop, Run({**attaching, "memory_budget_bytes": budget}, steps=STEPS))
+    attaching: dict[str, Any] = {"limits": RESTLESS, "policy": "exact", "memory_budget_bytes": budget}
+    run = trained(loop, Run(attaching, steps=STEPS))
     assert_same(alone, run)
     assert "profile" not in run.locks
     first = {loop.task_of(step): step for step in reversed(range(STEPS))}

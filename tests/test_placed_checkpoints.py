@@ -148,11 +148,13 @@ def pairs(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def test_second_inputs_of_independent_sizes_stay_within_the_budget(seed: int, share: float) -> None:
     """The first call's input, which alone is seen ahead, says nothing of the second one."""
 
-    def trained(budget: int | None, plans: Sequence[Plan] = ()) -> tuple[list[float], list[int], list[Plan], Any]:
+    def trained(
+        budget: int | None, plans: Sequence[Plan] = (), steps: int = 110
+    ) -> tuple[list[float], list[int], list[Plan], Any]:
         model, losses, peaks, used = gpt(), [], [], []
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         tuner = None if budget is None else autotune.checkpoint(model, budget, optimizer=optimizer)
-        for step, (question, answer) in zip(range(110), pairs(seed), strict=False):
+        for step, (question, answer) in zip(range(steps), pairs(seed), strict=False):
             if plans:
                 controls.apply(model, plans[min(step, len(plans) - 1)])
             meter = MemoryMeter(torch.device("cpu"))
@@ -169,9 +171,10 @@ def test_second_inputs_of_independent_sizes_stay_within_the_budget(seed: int, sh
             tuner.detach()
         return losses, peaks, used, tuner
 
-    _, _, (leanest, *_), _ = trained(1)
+    _, _, (leanest,), _ = trained(1, steps=1)
     full = leanest.changed(storage=dict.fromkeys(leanest.storage, Storage.SAVE))
-    least, most = (max(trained(None, [plan])[1]) for plan in (leanest, full))
+    # The largest pair is among the first ones.
+    least, most = (max(trained(None, [plan], steps=40)[1]) for plan in (leanest, full))
     budget = int(least + share * (most - least))
     losses, _, used, tuner = trained(budget)
     expected, peaks, *_ = trained(None, used)
@@ -197,12 +200,12 @@ def test_second_inputs_of_independent_sizes_are_kept_where_an_ample_budget_allow
 ) -> None:
     """Small first inputs, of which units are handed much per byte, say little of what a large one brings."""
 
-    def trained(budget: int | None, plan: Plan | None = None) -> tuple[list[int], list[Plan]]:
+    def trained(budget: int | None, plan: Plan | None = None, steps: int = 100) -> tuple[list[int], list[Plan]]:
         model, chance, generator = gpt(), random.Random(2), torch.Generator().manual_seed(1)
         optimizer, peaks, used, tuner = torch.optim.AdamW(model.parameters(), 1e-3), [], [], None
         if budget is not None:
             tuner = autotune.checkpoint(model, budget, optimizer=optimizer, accumulation_steps=accumulated)
-        for number in range(100 * accumulated):
+        for number in range(steps * accumulated):
             sizes = chance.choice(rows), chance.randint(32, 128)
             inputs = [torch.randint(8, (size, 4), generator=generator) for size in sizes]
             if plan is not None:
@@ -221,8 +224,8 @@ def test_second_inputs_of_independent_sizes_are_kept_where_an_ample_budget_allow
             tuner.detach()
         return peaks, used
 
-    _, (leanest, *_) = trained(1)
-    peaks, _ = trained(None, leanest.changed(storage=dict.fromkeys(leanest.storage, Storage.SAVE)))
+    _, (leanest, *_) = trained(1, steps=1)
+    peaks, _ = trained(None, leanest.changed(storage=dict.fromkeys(leanest.storage, Storage.SAVE)), steps=40)
     # Predictions for sizes that were not traced are upper bounds, by a factor that depends on which plans were tried.
     _, used = trained(4 * max(peaks))
     assert sum(not plan.recomputed for plan in used[60 * accumulated :]) >= 30 * accumulated
@@ -556,12 +559,12 @@ def test_accumulated_batches_of_unequal_sizes_are_kept_where_the_budget_allows(
 def test_later_batches_of_a_step_may_always_be_much_larger_than_its_first(sizes: Sequence[int]) -> None:
     """Everything was recomputed for good, whatever the budget, and each step was traced."""
 
-    def trained(budget: int | None, plans: Sequence[Plan]) -> tuple[list[int], list[Plan]]:
+    def trained(budget: int | None, plans: Sequence[Plan], steps: int = 40) -> tuple[list[int], list[Plan]]:
         model, generator, peaks, used = gpt(), torch.Generator().manual_seed(1), [], []
         optimizer, tuner = torch.optim.AdamW(model.parameters(), 1e-3), None
         if budget is not None:
             tuner = autotune.checkpoint(model, budget, optimizer=optimizer, accumulation_steps=len(sizes))
-        for number in range(40):
+        for number in range(steps):
             if tuner is None:
                 controls.apply(model, plans[number % len(plans)])
             meter = MemoryMeter(torch.device("cpu"))
@@ -576,9 +579,10 @@ def test_later_batches_of_a_step_may_always_be_much_larger_than_its_first(sizes:
             tuner.detach()
         return peaks, used
 
-    _, (leanest, *_) = trained(1, ())
+    _, (leanest, *_) = trained(1, (), steps=1)
     fullest = leanest.changed(storage=dict.fromkeys(leanest.storage, Storage.SAVE))
-    low, high = (max(trained(None, [plan])[0][1:]) for plan in (leanest, fullest))
+    # All steps are alike.
+    low, high = (max(trained(None, [plan], steps=4)[0][1:]) for plan in (leanest, fullest))
     for share, kept in ((0.5, 1), (1.2, len(leanest.recomputed))):
         budget = int(low + share * (high - low))
         _, used = trained(budget, ())

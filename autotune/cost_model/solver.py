@@ -85,11 +85,16 @@ def solve(profile: Profile, budget_bytes: int | None = None, goal: Goal | None =
 
 def solve_each(profile: Profile, budget_bytes: int | None = None, goal: Goal | None = None) -> list[Solution]:
     """Return the best fitting plan of every k that has one, the best first; see :func:`solve`."""
-    goal = goal or Goal()
-    usable = math.inf if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
-    found = _best_of_each_k(profile, usable, goal)
+    found = fitting(profile, budget_bytes, goal)
     if not found:
         require_feasible(profile, budget_bytes or 0)
+    return found
+
+
+def fitting(profile: Profile, budget_bytes: int | None = None, goal: Goal | None = None) -> list[Solution]:
+    """Do as :func:`solve_each`, but return no plan where none fits, without the work of telling what would."""
+    usable = math.inf if budget_bytes is None else budget_bytes * (1 - SAFETY_MARGIN)
+    found = _best_of_each_k(profile, usable, goal or Goal())
     return sorted(found, key=lambda solution: solution.objective)
 
 

@@ -19,7 +19,7 @@ from autotune.agents.policies import POLICIES, make_policy
 from autotune.agents.policy import DipOutlook, StaticPolicy
 from autotune.agents.policy_folder import load_policy
 from autotune.cost_model.profile import Profile
-from autotune.cost_model.solver import Goal, smallest, solve
+from autotune.cost_model.solver import Goal, fitting, smallest
 from autotune.errors import AttachError, BudgetError, a_kind
 from autotune.gym.observation import Observation
 from autotune.io.documents import validated
@@ -80,13 +80,13 @@ class SolvingPolicy:
         return self._answer
 
     def _solved(self, profile: Profile, budget_bytes: int | None, goal: Goal) -> Plan:
-        try:
+        with contextlib.suppress(BudgetError):
             if self.name == "greedy":
                 return greedy_plan(profile, budget_bytes, goal)
-            return solve(profile, budget_bytes, goal).plan
-        except BudgetError:
-            # A batch as large as the profiled one does not fit; smaller ones may.
-            return smallest(profile).plan
+            if found := fitting(profile, budget_bytes, goal):
+                return found[0].plan
+        # A batch as large as the profiled one does not fit; smaller ones may.
+        return smallest(profile).plan
 
 
 class RecordedPolicy:

@@ -13,9 +13,9 @@ from autotune.choices import STORAGES
 from autotune.cost_model.cost_arrays import CostArrays, Plans
 from autotune.cost_model.plan_pool import LENGTHS, PoolSettings, make_pool
 from autotune.cost_model.profile import Profile
-from autotune.cost_model.solver import SAFETY_MARGIN, Goal, solve_each
+from autotune.cost_model.solver import SAFETY_MARGIN, fitting
 from autotune.cost_model.time_model import seconds_per_step
-from autotune.errors import BudgetError, ProfileError
+from autotune.errors import ProfileError
 from autotune.mechanics.cutting import unevenness
 from autotune.plan import Plan
 from autotune.profiling.memory_scaling import Scaling
@@ -45,10 +45,7 @@ class Placements:
         self.profile = profile
         self.scaling = scaling or Scaling()
         self._arrays = CostArrays([profile])
-        try:
-            solved = [self._arrays.encode(0, item.plan) for item in solve_each(profile, budget_bytes, Goal())]
-        except BudgetError:
-            solved = []
+        solved = [self._arrays.encode(0, item.plan) for item in fitting(profile, budget_bytes)]
         zero = np.zeros(1, dtype=np.int64)
         pool = make_pool(self._arrays, _SETTINGS, [Plans(zero, np.array([k]), row[None]) for k, row in solved])
         there = pool.there[0]
