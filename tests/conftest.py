@@ -33,6 +33,9 @@ os.environ.setdefault(known_precisions.PRECISIONS_VARIABLE, _FAST)
 # Threads that wait for each other keep the cores busy: with two, a child process takes up to three times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# To learn which vector instructions work, torch's compiler would compile ten programs; code without them will do.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 # Other tests run beside each one, so that a busy machine is accepted; tests of this remove it.
 os.environ.setdefault(processor_wait.BUSY_VARIABLE, "1")
 
