@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +121,14 @@ class Untracked:
     def metrics(self, values: object, run: str | None = None) -> None: ...
     def tags(self, values: object) -> None: ...
     def artifact(self, path: Path) -> None: ...
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _looks_often() -> Iterator[None]:
+    """Let trainings that end soon be noticed soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.campaign.recipe_search._POLL_S", 0.05)
+        yield
 
 
 def folder_of(path: Path, recipe: Recipe = TINY) -> RunDirectory:

@@ -28,6 +28,8 @@ def started(runs: Path, *before: str) -> subprocess.Popen[str]:
             "--steps",
             "9000",
             "--isolate",
+            "--report-to",
+            "none",
             "--runs-dir",
             str(runs),
         ],

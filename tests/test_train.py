@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +69,14 @@ def recipe_file(folder: Path, text: str = RECIPE) -> Path:
     path = folder / "recipe.toml"
     path.write_text(text)
     return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _looks_often() -> Iterator[None]:
+    """Let trainings that end soon be noticed soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.campaign.policy_training._POLL_S", 0.05)
+        yield
 
 
 class Told:
