@@ -13,13 +13,13 @@ from ranks import fork_ranks
 Ranks = list[dict[str, Any]]
 # The quick runs and their steps.
 WAYS = {
-    "plain": 40,
-    "troubled": 40,
+    "plain": 32,
+    "troubled": 32,
     "plain-joining": 16,
     "joining": 16,
-    "plain-leaving": 24,
-    "leaving-0": 24,
-    "leaving-15": 24,
+    "plain-leaving": 20,
+    "leaving-0": 20,
+    "leaving-15": 20,
 }
 
 
@@ -106,7 +106,7 @@ def test_rank_that_detaches_makes_all_ranks_detach_without_blocking(step: int, q
     assert "another rank has no fast path" in left[0]["locks"]["fp16"]
     assert "another rank has no fast path" in left[1]["locks"]["bf16"]
     # Ranks communicate at each step once they have a profile.
-    assert left[1]["left_at"] <= (step + 1 if step else 24)
+    assert left[1]["left_at"] <= (step + 1 if step else 20)
     assert_same_run(plain, left)
 
 
