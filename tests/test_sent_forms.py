@@ -75,6 +75,7 @@ def test_low_rank_average_is_that_of_the_hook_of_torch() -> None:
         if step:
             own = [gradient.clone() for gradient in given]
             ours(own)
+            ours.keep()
             for gradient, expected, true in zip(own, theirs, given, strict=True):
                 torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
                 assert torch.equal(gradient, true) == (gradient.shape in (SHAPES[1], SHAPES[3]))
@@ -93,6 +94,7 @@ def test_what_is_left_out_is_sent_later() -> None:
     for step in range(1, 60):
         gradient = true.clone()
         average([gradient])
+        average.keep()
         sent += gradient
         errors.append(float((sent / step - true).norm() / true.norm()))
     assert errors[0] > 0.5
@@ -106,9 +108,11 @@ def test_a_gradient_that_is_not_finite_leaves_nothing_behind(place: int, value: 
     average = LowRankAverage(2)
     first, bad, last = gradients(3)
     average(first)
+    average.keep()
     before = average.state_dict()
     bad[place].view(-1)[3] = value
     average(bad)
+    average.keep()
     assert all(bool(one.isnan().all()) for one in bad)
     after = average.state_dict()
     assert all(torch.equal(before[kind][one], after[kind][one]) for kind in before for one in before[kind])
@@ -117,12 +121,54 @@ def test_a_gradient_that_is_not_finite_leaves_nothing_behind(place: int, value: 
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_each_step_leaves_out_is_its_gradient_without_what_it_sent(dtype: torch.dtype) -> None:
+    average = LowRankAverage(2)
+    left = {place: torch.zeros(SHAPES[place]) for place in (0, 2)}
+    for given in gradients(3):
+        true = [one.to(dtype) for one in given]
+        sent = [one.clone() for one in true]
+        average(sent)
+        # As clipping does, later.
+        kept = [one.clone() for one in sent]
+        for one in sent:
+            one.mul_(0.1)
+        average.keep()
+        for place in left:
+            left[place] += true[place].float() - kept[place].float()
+            error = average.state_dict()["errors"][place].view(SHAPES[place])
+            # A gradient in 16 bits rounds what is sent.
+            torch.testing.assert_close(error, left[place], rtol=0, atol=0.1 if dtype is torch.bfloat16 else 1e-4)
+            assert float(error.norm()) > 0.1
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_that_is_skipped_leaves_nothing_behind() -> None:
+    average = LowRankAverage(2)
+    first, second, third = gradients(3)
+    average(first)
+    average.keep()
+    before = average.state_dict()
+    # Finite entries, whose norm or whose product with a factor is not.
+    for skipped in (second, [one * 1e37 for one in third]):
+        average([one.clone() for one in skipped])
+        average.drop()
+        average.keep()
+        after = average.state_dict()
+        assert all(torch.equal(before[kind][one], after[kind][one]) for kind in before for one in before[kind])
+    average(third)
+    assert all(bool(one.isfinite().all()) for one in third)
+
+
+@pytest.mark.usefixtures("alone")
 def test_parameters_without_a_gradient_keep_what_they_have_not_sent() -> None:
     average = LowRankAverage(2)
     first, second, _ = gradients(3)
     average(first)
+    average.keep()
     kept = average.state_dict()["errors"]
     average([None, *second[1:]])
+    average.keep()
     assert torch.equal(average.state_dict()["errors"][0], kept[0])
     assert not torch.equal(average.state_dict()["errors"][2], kept[2])
     average([None, None, None, None])

@@ -332,7 +332,8 @@ class Fsdp2Engine(RankEngine):
     def load(self, folder: str | Path) -> None:
         """Continue from the training state in a folder, whatever mesh has written it.
 
-        Random generators begin anew, from the seed, the rank and the step, since their number may differ.
+        Random generators begin anew, from the seed, the rank and the step, since their number may differ; and what
+        replicas have not sent yet (PowerSGD) is forgotten.
 
         Args:
             folder: a folder that :meth:`save` has written for the same job and seed.
@@ -345,6 +346,7 @@ class Fsdp2Engine(RankEngine):
         self.continue_from(Progress(**found.progress))
         found.put_into(self._state())
         self._update_apart(self.update.optimizer)
+        self._sharded.forget()
         self.seed_rank(self._seed, self.progress.steps)
 
     def _state(self) -> RunState:

@@ -7,6 +7,7 @@ dimension of replicas is data parallelism (DDP), one of shards is full sharding,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -115,6 +116,23 @@ class FullyShardedUpdate(RankUpdate):
         if self._average is not None:
             self._average([parameter.grad for parameter in self.parameters])
         return super().unscale()
+
+    def finish(self, norm: float, *, abandon: bool = False) -> bool:
+        """Step and clear the gradients; a step that is skipped leaves nothing behind that replicas have not sent."""
+        if self._average is not None and math.isfinite(norm) and not abandon:
+            self._average.keep()
+        return super().finish(norm, abandon=abandon)
+
+    def discard(self) -> None:
+        """Drop the accumulated gradients, as if the step had not begun."""
+        if self._average is not None:
+            self._average.drop()
+        super().discard()
+
+    def forget(self) -> None:
+        """Forget what replicas have not sent yet."""
+        if self._average is not None:
+            self._average.reset()
 
     def shards(self) -> list[tuple[int, torch.Tensor]]:
         """Return this rank's part of the reduced gradient, with the parameters' indices; empty parts are left out."""

@@ -7,6 +7,7 @@ that would not shrink to half, are sent whole.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -34,40 +35,61 @@ class LowRankAverage:
         # By place of the parameter, in fp32: what has not been sent yet, and Q.
         self._errors: dict[int, torch.Tensor] = {}
         self._factors: dict[int, torch.Tensor] = {}
+        # What the last call would leave of both.
+        self._pending: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]] = {}, {}
 
     def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Replace each gradient by its average, in place; two collectives.
 
-        If a gradient is not finite on any replica, all gradients become NaN, and what is kept for the next step stays.
+        If a gradient is not finite on any replica, or becomes so, all gradients become NaN. What the next step begins
+        with stays until :meth:`keep`, which belongs to a step that updates the weights.
 
         Args:
             gradients: this rank's gradient of each parameter, in the same order at each call; ``None`` for none, on all
                 replicas alike.
         """
+        self.drop()
         gradients = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
         present = [(place, one) for place, one in enumerate(gradients) if one is not None and one.numel()]
         compressed = {place: one for place, one in present if self._shrinks(one.shape)}
-        low = {place: one.reshape(len(one), -1) for place, one in compressed.items()}
-        whole = [one for place, one in present if place not in low]
-        starts = {place: _orthogonal(self._factor(place, matrix)) for place, matrix in low.items()}
-        left = {place: self._with_error(place, matrix) @ starts[place] for place, matrix in low.items()}
-        sent = self._mean([*whole, *left.values()])
-        if not all(bool(one.isfinite().all()) for one in sent):
+        whole = [one for place, one in present if place not in compressed]
+        # What is to be sent, of which what was sent is subtracted.
+        errors = {place: self._with_error(place, one) for place, one in compressed.items()}
+        starts = {place: _orthogonal(self._factor(place, error)) for place, error in errors.items()}
+        sent = self._mean([*whole, *(error @ starts[place] for place, error in errors.items())])
+        right: list[torch.Tensor] = []
+        if is_finite := _are_finite(sent):
+            left = dict(zip(errors, map(_orthogonal, sent[len(whole) :]), strict=True))
+            right = self._mean([errors[place].T @ left[place] for place in errors])
+            is_finite = _are_finite(right)
+        if not is_finite:
             for _, gradient in present:
                 gradient.fill_(math.nan)
             return
         for gradient, mean in zip(whole, sent, strict=False):
             gradient.copy_(mean)
-        left = dict(zip(low, map(_orthogonal, sent[len(whole) :]), strict=True))
-        for place, matrix in low.items():
-            # The error now is the gradient with its error, until its approximation is subtracted.
-            self._errors[place] = self._with_error(place, matrix)
-        right = self._mean([self._errors[place].T @ left[place] for place in low])
-        for place, factor in zip(low, right, strict=True):
-            self._factors[place] = factor
-            approximation = left[place] @ factor.T
-            self._errors[place] -= approximation
-            compressed[place].copy_(approximation.view_as(compressed[place]))
+        factors = dict(zip(errors, right, strict=True))
+        for place, gradient in compressed.items():
+            approximation = left[place] @ factors[place].T
+            errors[place] -= approximation
+            gradient.copy_(approximation.view_as(gradient))
+        self._pending = errors, factors
+
+    def keep(self) -> None:
+        """Begin the next step with what the last one has left out, and where it has ended."""
+        errors, factors = self._pending
+        self._errors |= errors
+        self._factors |= factors
+        self.drop()
+
+    def drop(self) -> None:
+        """Begin the next step as if the last one had not been."""
+        self._pending = {}, {}
+
+    def reset(self) -> None:
+        """Begin the next step as the first one."""
+        self._errors, self._factors = {}, {}
+        self.drop()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are kept from step to step."""
@@ -82,6 +104,7 @@ class LowRankAverage:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`."""
+        self.drop()
         self._errors = {place: error.clone() for place, error in state["errors"].items()}
         self._factors = {place: factor.clone() for place, factor in state["factors"].items()}
 
@@ -101,19 +124,27 @@ class LowRankAverage:
             self._factors[place] = drawn.to(matrix.device)
         return self._factors[place]
 
-    def _with_error(self, place: int, matrix: torch.Tensor) -> torch.Tensor:
+    def _with_error(self, place: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a new matrix in fp32: the gradient with what was not sent yet."""
+        matrix = gradient.reshape(len(gradient), -1)
         error = self._errors.get(place)
-        return matrix.float() if error is None else error + matrix
+        return matrix.to(torch.float32, copy=True) if error is None else error + matrix.float()
 
     def _mean(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the average of each tensor over the replicas, in fp32, by one collective."""
+        """Return the average of each tensor over the replicas, in fp32 or its own wider format, by one collective."""
         if not parts:
             return []
-        flat = torch.cat([part.reshape(-1).float() for part in parts])
+        dtypes = [torch.promote_types(part.dtype, torch.float32) for part in parts]
+        widest = functools.reduce(torch.promote_types, dtypes)
+        flat = torch.cat([part.reshape(-1).to(widest) for part in parts])
         distributed.all_reduce(flat, group=self._group)
         flat /= distributed.get_world_size(self._group)
-        means = flat.split([part.numel() for part in parts])
-        return [mean.view(part.shape) for mean, part in zip(means, parts, strict=True)]
+        means = zip(flat.split([part.numel() for part in parts]), parts, dtypes, strict=True)
+        return [mean.view(part.shape).to(dtype) for mean, part, dtype in means]
+
+
+def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(bool(one.isfinite().all()) for one in tensors)
 
 
 def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:

@@ -263,7 +263,9 @@ def _updated(plan: Plan, job: Job, mesh: Mesh | None) -> list[str]:
     """Return the lines that run one micro-batch and, after the last one, update the weights."""
     norm = clip_norm(job)
     low_rank = mesh is not None and knobs.communication(plan.launch.knobs).gradient_rank
-    average = ["forms.average([parameter.grad for parameter in parameters])"] if low_rank else []
+    average = (
+        ["forms.average([parameter.grad for parameter in parameters])", "forms.average.keep()"] if low_rank else []
+    )
     clip = [*average, *([f"torch.nn.utils.clip_grad_norm_(parameters, {norm!r})"] if norm else [])]
     loss = "    loss = job.loss(model, piece) * weight"
     if not plan.needs_loss_scaling:
