@@ -79,6 +79,8 @@ class FullyShardedUpdate(RankUpdate):
         self._summed = [one for name, one in model.named_parameters() if name in summed]
         self._layers = layers
         self._average = average
+        # What PowerSGD makes of a gradient tells nothing of its noise.
+        self.keeps_gradients = average is None
         self._left = 0
         self._gathering = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
