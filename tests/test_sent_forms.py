@@ -143,6 +143,17 @@ def test_what_each_step_leaves_out_is_its_gradient_without_what_it_sent(dtype: t
 
 
 @pytest.mark.usefixtures("alone")
+def test_what_is_kept_stays_where_it_is_in_memory() -> None:
+    # On a CPU, the meter of a step does not see that memory from before it is freed.
+    average, places = LowRankAverage(2), []
+    for given in gradients(3):
+        average(given)
+        average.keep()
+        places.append([one.data_ptr() for one in average.tensors()])
+    assert places[0] == places[1] == places[2]
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_step_that_is_skipped_leaves_nothing_behind() -> None:
     average = LowRankAverage(2)
     first, second, third = gradients(3)

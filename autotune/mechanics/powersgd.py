@@ -77,9 +77,10 @@ class LowRankAverage:
 
     def keep(self) -> None:
         """Begin the next step with what the last one has left out, and where it has ended."""
-        errors, factors = self._pending
-        self._errors |= errors
-        self._factors |= factors
+        for kept, found in zip((self._errors, self._factors), self._pending, strict=True):
+            for place, tensor in found.items():
+                # In place: on a CPU, the meter of a step does not see that memory from before it is freed.
+                kept.setdefault(place, tensor).copy_(tensor)
         self.drop()
 
     def drop(self) -> None:
