@@ -191,6 +191,12 @@ def of_ranks(text: str | None) -> str | None:
     return text_of({name: value for name, value in found.items() if KNOBS[name].of_ranks}) or None
 
 
+def of_one_rank(text: str | None) -> str | None:
+    """Return the others of several knobs than :func:`of_ranks`; ``None`` if there are none."""
+    found = parsed(text, where="knobs") if text else {}
+    return text_of({name: value for name, value in found.items() if not KNOBS[name].of_ranks}) or None
+
+
 def of_process(text: str | None) -> str | None:
     """Return those of several knobs that are settings of the process; ``None`` if there are none."""
     found = parsed(text, where="knobs") if text else {}

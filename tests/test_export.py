@@ -341,6 +341,18 @@ def test_script_on_ranks_trains_like_one_process(mesh: str, attribute: str, choi
     engine.close()
 
 
+def test_script_on_ranks_has_the_forms_in_which_they_send_and_tells_the_metric_of_exact_weights() -> None:
+    plan = a_plan().changed(launch=Launch(mesh="shard=2", knobs="gather=bf16"))
+    plan = plan.changed(precision=dict.fromkeys(plan.precision, Precision.FP32))
+    made = export(plan, exported_job.job(), "python", ranks=2, reference="x")
+    (script,) = map(str, made.files.values())
+    ended = script[script.index("with forms.exact_weights():") :]
+    assert "gather_rest(model)" in ended
+    assert "        metric = job.evaluate(model)" in ended
+    assert not any("not included" in note for note in made.notes)
+    compile(script, "script", "exec")
+
+
 def test_script_for_ranks_rejects_other_meshes_and_fp16() -> None:
     job, plan = exported_job.job(), a_plan().changed(launch=Launch(mesh="dp=2"))
     with pytest.raises(PlanError, match=r"cannot divide layers between ranks, as the plan's mesh tp=2 does"):

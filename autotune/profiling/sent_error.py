@@ -51,12 +51,9 @@ def sent_error(job: Job, make_engine: Callable[[Job], Fsdp2Engine]) -> SentError
     Returns:
         The error; ``None`` if the job's ranks send all in its own form, or the gradient is 0 or not finite.
     """
-    sent = knobs.of_ranks(job.launch.knobs)
-    if sent is None:
+    if knobs.of_ranks(job.launch.knobs) is None:
         return None
-    plain = job.launch.knobs
-    for name in knobs.parsed(sent, where="knobs"):
-        plain = knobs.without(plain, name)
+    plain = knobs.of_one_rank(job.launch.knobs)
     with (
         contextlib.closing(make_engine(job)) as engine,
         contextlib.closing(make_engine(replace(job, launch=replace(job.launch, knobs=plain)))) as exact,

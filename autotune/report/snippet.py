@@ -93,7 +93,7 @@ def to_python(plan: Plan, job: Job, reference: str, ranks: int = 1) -> Export:
         looped=_block(2, _looped(plan, mesh)),
         updated=_block(2, _updated(plan, job, mesh)),
         ended=_block(2, ["scheduled.advance()", ""]) if job.scheduler is not None else "",
-        evaluated=_block(1, _EVALUATED if mesh is None else _EVALUATED_ON_RANKS),
+        evaluated=_block(1, _EVALUATED if mesh is None else _evaluated_on_ranks(plan)),
     )
     command = f"python {FILE}" if mesh is None else f"torchrun --nproc-per-node {ranks} {FILE}"
     notes = (_place(reference), *_notes(plan, job, mesh))
@@ -110,14 +110,19 @@ _EVALUATED = [
     "with torch.no_grad(), controls.suspended(model):",
     '    print(json.dumps({"samples": samples, "metric": job.evaluate(model)}))',
 ]
-_EVALUATED_ON_RANKS = [
-    "gather_rest(model)",
-    "with torch.no_grad(), controls.suspended(model):",
-    "    metric = job.evaluate(model)",
-    "if rank == 0:",
-    '    print(json.dumps({"samples": samples, "metric": metric}))',
-    "distributed.destroy_process_group()",
-]
+
+
+def _evaluated_on_ranks(plan: Plan) -> list[str]:
+    """Return the lines that tell the metric of the weights as they are."""
+    lines = [
+        "gather_rest(model)",
+        "with torch.no_grad(), controls.suspended(model):",
+        "    metric = job.evaluate(model)",
+    ]
+    if knobs.communication(plan.launch.knobs).gathers_in_16_bit:
+        lines = ["with forms.exact_weights():", *(f"    {line}" for line in lines)]
+    printed = '    print(json.dumps({"samples": samples, "metric": metric}))'
+    return [*lines, "if rank == 0:", printed, "distributed.destroy_process_group()"]
 
 
 def _mesh_of(plan: Plan, job: Job, ranks: int) -> Mesh:
@@ -168,13 +173,13 @@ def _imports(plan: Plan, job: Job, mesh: Mesh | None) -> list[str]:
 def _spread(plan: Plan, mesh: Mesh) -> list[str]:
     """Return the lines that spread the model over the ranks."""
     sent = knobs.communication(plan.launch.knobs)
-    average = "forms = " if sent.gradient_rank else ""
+    forms = "forms = " if sent.gradient_rank or sent.gathers_in_16_bit else ""
     form = f", sent={sent}" if knobs.of_ranks(plan.launch.knobs) else ""
     lines = [
         "# Units whose weights nothing else uses gather them by themselves: fully_shard() on each, then on the model.",
         "batch = map_tensors(lambda part: part.to(device), next(iter(job.batches(0))))",
         "own = contained_units(model, list(PLAN.precision), lambda: job.loss(model, batch), rank)",
-        f"{average}spread(model, own, Mesh.parse({str(mesh)!r}), device.type{form})",
+        f"{forms}spread(model, own, Mesh.parse({str(mesh)!r}), device.type{form})",
     ]
     if mesh.shard > 1:
         lines.append("keep_gathered(model, {name: one.keeps_gathered for name, one in PLAN.storage.items()})")
@@ -214,7 +219,9 @@ def _notes(plan: Plan, job: Job, mesh: Mesh | None) -> tuple[str, ...]:
     settings = knobs.of_process(plan.launch.knobs)
     own = Launch(fp32=plan.launch.fp32, knobs=settings) if asked == alone else plan.launch
     own = replace(own, pipeline=plan.launch.pipeline)
-    held = own_launch(plan.changed(launch=own if mesh is None else replace(own, mesh=None)))
+    if mesh is not None:
+        own = replace(own, mesh=None, knobs=knobs.of_one_rank(own.knobs))
+    held = own_launch(plan.changed(launch=own))
     return (f"not included: {held}",) if held else ()
 
 
