@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autotune.job import Job
+    from autotune.mesh import Mesh
 
 _BACKENDS = {
     "math": "MATH",
@@ -189,6 +190,22 @@ def of_ranks(text: str | None) -> str | None:
     """Return those of several knobs that change what ranks send to each other; ``None`` if there are none."""
     found = parsed(text, where="knobs") if text else {}
     return text_of({name: value for name, value in found.items() if KNOBS[name].of_ranks}) or None
+
+
+def require_receivers(text: str | None, mesh: Mesh) -> None:
+    """Refuse knobs that send gradients or weights otherwise where a mesh has no ranks that receive them.
+
+    Raises:
+        InputError: naming the launch choice, and what the mesh would need.
+    """
+    sent = communication(text)
+    for asked, dimension, what in (
+        (sent.gradient_rank, "dp", f"+{REDUCE} by PowerSGD is between replicas"),
+        (sent.gathers_in_16_bit, "shard", f"+{GATHER} is between shards"),
+    ):
+        if asked and getattr(mesh, dimension) == 1:
+            problem = f"{what}, of which mesh {mesh} has none"
+            raise InputError(problem, where="--mesh", allowed=f"a mesh with {dimension}=2 or more")
 
 
 def of_one_rank(text: str | None) -> str | None:

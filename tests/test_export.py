@@ -359,6 +359,9 @@ def test_script_for_ranks_rejects_other_meshes_and_fp16() -> None:
         export(plan.changed(launch=Launch(mesh="tp=2")), job, "python", ranks=2, reference="x")
     with pytest.raises(PlanError, match=r"mesh dp=2 is for 2 ranks, and --ranks is 3 .allowed: --ranks 2"):
         export(plan, job, "python", ranks=3, reference="x")
+    whole = plan.changed(launch=Launch(mesh="shard=2", knobs="reduce=powersgd2"))
+    with pytest.raises(InputError, match=r"is between replicas, of which mesh shard=2 has none"):
+        export(whole, job, "python", ranks=2, reference="x")
     with pytest.raises(PlanError, match="ranks would have to agree on which fp16 gradients overflowed"):
         export(scaled(plan), job, "python", ranks=2, reference="x")
     with pytest.raises(PlanError, match=r"and --ranks is 3000 .allowed: at least one sample for each rank"):

@@ -22,7 +22,7 @@ from autotune.job import Job
 from autotune.knobs import Communication
 from autotune.launching import launched, split
 from autotune.mechanics.powersgd import LowRankAverage
-from autotune.mechanics.sent_forms import RoundedGather, SentForms, require_receivers
+from autotune.mechanics.sent_forms import RoundedGather, SentForms
 from autotune.mesh import Mesh
 from autotune.profiling.sent_error import sent_error
 
@@ -251,8 +251,8 @@ def test_deepspeed_cannot_send_so(choice: str) -> None:
 )
 def test_a_mesh_must_have_ranks_that_receive(choice: str, mesh: str, dimension: str) -> None:
     with pytest.raises(InputError, match=rf"mesh {mesh} has none .*allowed: a mesh with {dimension}=2 or more"):
-        require_receivers(knobs.communication(choice), Mesh.parse(mesh))
-    require_receivers(knobs.communication(choice), Mesh.parse("dp=2,shard=2"))
+        knobs.require_receivers(choice, Mesh.parse(mesh))
+    knobs.require_receivers(choice, Mesh.parse("dp=2,shard=2"))
 
 
 @pytest.mark.usefixtures("alone")

@@ -32,7 +32,6 @@ from autotune.io.progress import Numbered
 from autotune.job import Job
 from autotune.launching import launched, relaunched, split
 from autotune.mechanics.devices import device_name
-from autotune.mechanics.sent_forms import require_receivers
 from autotune.mesh import Mesh
 from autotune.plan import Launch, Plan
 from autotune.records.protocol import Arm, Protocol
@@ -132,7 +131,7 @@ def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str
         build_optimizer(launched(campaign.job, launch), build_model(campaign.job))
         ranks = campaign.ranks
         if ranks is not None and "mesh" in ENGINES[ranks.engine].options and isinstance(ranks.whole_mesh, Mesh):
-            require_receivers(knobs.communication(launch.knobs), ranks.whole_mesh)
+            knobs.require_receivers(launch.knobs, ranks.whole_mesh)
 
 
 def _run_arms(

@@ -37,7 +37,7 @@ from autotune.mechanics.fully_sharded import (
 )
 from autotune.mechanics.gradient_stats import GradientProbe
 from autotune.mechanics.rank_calls import RankCalls
-from autotune.mechanics.sent_forms import SentForms, require_receivers
+from autotune.mechanics.sent_forms import SentForms
 from autotune.mechanics.shared_norm import share_statistics
 from autotune.mechanics.spread_state import RunState, read_state, save_state
 from autotune.mechanics.tensor_parallel import divide, plan_of, summed_by
@@ -127,7 +127,7 @@ class Fsdp2Engine(RankEngine):
                 where="--mesh",
                 allowed=MESH_FORM,
             )
-        require_receivers(knobs.communication(self.job.launch.knobs), self.mesh)
+        knobs.require_receivers(self.job.launch.knobs, self.mesh)
         self.restrict_space()
         if self.mesh.shard > 1:
             offered = {*self.space.storages, *(one for one in STORAGES if one.keeps_gathered)}

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import distributed
 
-from autotune.errors import InputError
-from autotune.knobs import GATHER, REDUCE, Communication
 from autotune.mechanics.powersgd import LowRankAverage
-from autotune.mesh import Mesh
 
 
 class RoundedGather:
@@ -54,21 +51,6 @@ def _all_gather(
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     work: distributed.Work | None = gather(output, shard, group=group, async_op=async_op)
     return work
-
-
-def require_receivers(sent: Communication, mesh: Mesh) -> None:
-    """Refuse to send gradients or weights otherwise where a mesh has no ranks that receive them.
-
-    Raises:
-        InputError: naming the launch choice, and what the mesh would need.
-    """
-    for asked, dimension, what in (
-        (sent.gradient_rank, "dp", f"+{REDUCE} by PowerSGD is between replicas"),
-        (sent.gathers_in_16_bit, "shard", f"+{GATHER} is between shards"),
-    ):
-        if asked and getattr(mesh, dimension) == 1:
-            problem = f"{what}, of which mesh {mesh} has none"
-            raise InputError(problem, where="--mesh", allowed=f"a mesh with {dimension}=2 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

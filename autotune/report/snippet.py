@@ -134,6 +134,7 @@ def _mesh_of(plan: Plan, job: Job, ranks: int) -> Mesh:
     if mesh.ranks != ranks:
         problem = f"the plan's mesh {mesh} is for {mesh.ranks} ranks, and --ranks is {ranks}"
         raise PlanError(problem, where="export", allowed=f"--ranks {mesh.ranks}")
+    knobs.require_receivers(plan.launch.knobs, mesh)
     if mesh.tp > 1:
         problem = f"a script cannot divide layers between ranks, as the plan's mesh {mesh} does"
         raise PlanError(problem, where="export", allowed="a plan without tp, --to torchtitan or --to accelerate")
