@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autotune.errors import InputError
+from autotune.errors import InputError, JobError
 
 if TYPE_CHECKING:
     # Plans record knobs and are read without torch.
@@ -190,6 +190,17 @@ def of_ranks(text: str | None) -> str | None:
     """Return those of several knobs that change what ranks send to each other; ``None`` if there are none."""
     found = parsed(text, where="knobs") if text else {}
     return text_of({name: value for name, value in found.items() if KNOBS[name].of_ranks}) or None
+
+
+def require_several(text: str | None, *, where: str) -> None:
+    """Refuse knobs that change what ranks send to each other where there is one process.
+
+    Raises:
+        JobError: naming the knobs.
+    """
+    if sent := of_ranks(text):
+        problem = f"+{sent} is of no use: one process has no gradients to add up and no weights to gather"
+        raise JobError(problem, where=where, allowed="--ranks with at least 2")
 
 
 def require_receivers(text: str | None, mesh: Mesh) -> None:

@@ -36,11 +36,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # To learn which vector instructions work, torch's compiler would compile ten programs; code without them will do.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-# Runs write each record to the disk for good, for which a test need not wait where there is room in memory.
-_MEMORY = Path("/dev/shm")
-if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * 2**30:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
-
 # Other tests run beside each one, so that a busy machine is accepted; tests of this remove it.
 os.environ.setdefault(processor_wait.BUSY_VARIABLE, "1")
 

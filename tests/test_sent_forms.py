@@ -14,6 +14,8 @@ from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
 from autotune import knobs
+from autotune.campaign import comparison_campaign
+from autotune.cli.main import run
 from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.fsdp2_engine import Fsdp2Engine
 from autotune.engines.torch_engine import TorchEngine
@@ -26,6 +28,7 @@ from autotune.mechanics.sent_forms import RoundedGather, SentForms
 from autotune.mesh import Mesh
 from autotune.profiling.sent_error import sent_error
 
+TESTS = Path(__file__).parent
 SHAPES = ((24, 32), (7,), (16, 3, 3, 4), (2, 2))
 
 
@@ -280,3 +283,27 @@ FORMS = [
 @pytest.mark.parametrize(("layout", "ranks", "most"), FORMS, ids=[form[0] for form in FORMS])
 def test_updates_differ_little_where_ranks_send_less(layout: str, ranks: int, most: float, tmp_path: Path) -> None:
     assert_sent_otherwise(run_ranks(tmp_path, "sent_otherwise", layout, 20, ranks), most)
+
+
+@pytest.mark.parametrize(
+    ("options", "choice", "words"),
+    [
+        (["--engine", "fsdp2", "--mesh", "dp=2"], "gather=bf16", "+gather is between shards"),
+        ([], "reduce=bf16", "+reduce=bf16 is of no use"),
+        (["--engine", "deepspeed"], "reduce=powersgd1", "+reduce=powersgd1 is not possible"),
+        (["--engine", "pipeline"], "reduce=bf16", "+reduce=bf16 is not possible"),
+    ],
+)
+def test_a_comparison_refuses_what_is_not_possible_before_anything_is_run(
+    options: list[str],
+    choice: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(comparison_campaign, "_horizon", lambda _: pytest.fail("a training has begun"))
+    command = ["compare", str(TESTS / "tiny_job.py"), *options, "--arms", f"baseline,baseline+{choice}"]
+    assert run([*command, "--seeds", "2", "--runs-dir", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not any(tmp_path.glob("*compare*"))

@@ -25,14 +25,12 @@ from autotune.campaign.steps import SearchInputs, begin_run, begin_tracking, ope
 from autotune.engines.engine import Engine
 from autotune.engines.isolated_engine import IsolatedEngine
 from autotune.engines.job_checks import build_model, build_optimizer
-from autotune.engines.registry import ENGINES
 from autotune.engines.torch_engine import EngineOptions
 from autotune.io.documents import Count
 from autotune.io.progress import Numbered
 from autotune.job import Job
 from autotune.launching import launched, relaunched, split
 from autotune.mechanics.devices import device_name
-from autotune.mesh import Mesh
 from autotune.plan import Launch, Plan
 from autotune.records.protocol import Arm, Protocol
 from autotune.records.requests import CompareRequest
@@ -63,13 +61,13 @@ def compare(campaign: Campaign, request: CompareRequest, *, verb: str = "compare
     own, others = by_launch(campaign, names)
     refuse_small_budget(campaign)
     campaign = replace(campaign, reporter=Numbered(campaign.reporter, _stages(campaign, [own, *others.values()])))
+    _require_launchable(campaign, others)
     campaign, known = profile_first(campaign, own)
     # Before any search: the baseline may miss its target.
     horizon = _horizon(campaign)
     with contextlib.ExitStack() as opened:
         with contextlib.closing(open_engine(campaign)) as engine:
             _require_fitting(campaign, names, engine)
-            _require_launchable(campaign, others)
             references = references_of(campaign, engine)
             profile = profile_then(campaign, own, known, engine)
             arms = plain_arms(campaign, own, engine, profile, references)
@@ -126,12 +124,13 @@ def _words(choices: Mapping[str, Any]) -> str:
 
 
 def _require_launchable(campaign: Campaign, others: Mapping[Launch, Sequence[str]]) -> None:
-    """Refuse optimizers that cannot be built, and forms of sending that the mesh has no ranks for."""
+    """Refuse optimizers that cannot be built, and forms of sending that are not possible, before anything is run."""
     for launch in others:
+        if campaign.ranks is not None:
+            campaign.ranks.require_sendable(launch.knobs)
+        elif campaign.cluster is None:
+            knobs.require_several(launch.knobs, where=f"job {campaign.job.name!r}")
         build_optimizer(launched(campaign.job, launch), build_model(campaign.job))
-        ranks = campaign.ranks
-        if ranks is not None and "mesh" in ENGINES[ranks.engine].options and isinstance(ranks.whole_mesh, Mesh):
-            knobs.require_receivers(launch.knobs, ranks.whole_mesh)
 
 
 def _run_arms(

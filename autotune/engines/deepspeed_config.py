@@ -80,13 +80,22 @@ def engine_config(job: Job, zero_stage: int, user: Mapping[str, Any] | None = No
     }
 
 
+def require_sendable(text: str | None) -> None:
+    """Refuse knobs that send gradients or weights as DeepSpeed cannot.
+
+    Raises:
+        InputError: naming the knobs.
+    """
+    sent = knobs.communication(text)
+    if sent.gathers_in_16_bit or sent.gradient_rank:
+        problem = f"+{knobs.of_ranks(text)} is not possible"
+        raise InputError(problem, where="engine deepspeed", allowed=f"+{knobs.REDUCE}=bf16, or --engine fsdp2")
+
+
 def _communication(job: Job, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the setting by which ranks add up gradients in bf16, if the job's launch choices ask for it."""
-    sent = knobs.communication(job.launch.knobs)
-    if sent.gathers_in_16_bit or sent.gradient_rank:
-        problem = f"+{knobs.of_ranks(job.launch.knobs)} is not possible"
-        raise InputError(problem, where="engine deepspeed", allowed=f"+{knobs.REDUCE}=bf16, or --engine fsdp2")
-    if not sent.reduces_in_16_bit:
+    require_sendable(job.launch.knobs)
+    if not knobs.communication(job.launch.knobs).reduces_in_16_bit:
         return {}
     _agree(config, _SENT_IN, "bf16", "+reduce")
     return {_SENT_IN: "bf16"}

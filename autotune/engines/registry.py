@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.engines.deepspeed_config import STAGES
+from autotune import knobs
+from autotune.engines.deepspeed_config import STAGES, require_sendable
 from autotune.errors import InputError
 from autotune.mesh import MESH_FORM, Mesh
 from autotune.pipeline import PIPELINE_FORM, Pipeline
@@ -124,6 +125,24 @@ class RankOptions:
         if "mesh" in options:
             return replace(launch, mesh=str(mesh))
         return replace(launch, zero_stage=self.zero_stage) if "zero_stage" in options else launch
+
+    def require_sendable(self, text: str | None) -> None:
+        """Refuse knobs that send gradients or weights as these ranks cannot, or to no others.
+
+        Args:
+            text: the knobs of a job.
+
+        Raises:
+            InputError: naming the knobs.
+        """
+        options, mesh = ENGINES[self.engine].options, self.whole_mesh
+        if isinstance(mesh, Pipeline):
+            if sent := knobs.of_ranks(text):
+                raise InputError(f"+{sent} is not possible", where="engine pipeline", allowed="--engine fsdp2")
+        elif "mesh" in options:
+            knobs.require_receivers(text, mesh)
+        elif "zero_stage" in options:
+            require_sendable(text)
 
     def arguments(self) -> dict[str, Any]:
         """Return the engine class's arguments beyond those common to all engines."""

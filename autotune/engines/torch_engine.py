@@ -145,9 +145,8 @@ class TorchEngine(EngineBase):
         where = f"job {job.name!r}"
         devices.require_fp32_choice(job.launch.fp32, self.device, where=where)
         knobs.require_device(job.launch.knobs, accelerated=devices.is_accelerator(self.device), where=where)
-        if self.world == 1 and (sent := knobs.of_ranks(job.launch.knobs)):
-            problem = f"+{sent} is of no use: one process has no gradients to add up and no weights to gather"
-            raise JobError(problem, where=where, allowed="--ranks with at least 2")
+        if self.world == 1:
+            knobs.require_several(job.launch.knobs, where=where)
         if devices.is_accelerator(self.device):
             # Earlier models that reference cycles keep alive would count in the peaks of this one.
             devices.release(self.device)
