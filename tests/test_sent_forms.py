@@ -157,6 +157,19 @@ def test_what_is_kept_stays_where_it_is_in_memory() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_gradient_that_is_zero_at_first_is_sent_later() -> None:
+    average, sent = LowRankAverage(2), torch.zeros(24, 32)
+    true = torch.zeros(24, 32)
+    true[4:, 4:] = gradients(1)[0][0][4:, 4:]
+    for step in range(41):
+        gradient = true.clone() if step else torch.zeros_like(true)
+        average([gradient])
+        average.keep()
+        sent += gradient
+    assert float((sent / 40 - true).norm()) < 0.5 * float(true.norm())
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_step_that_is_skipped_leaves_nothing_behind() -> None:
     average = LowRankAverage(2)
     first, second, third = gradients(3)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
+from autotune import knobs
 from autotune.cost_model.profile import Profile
 from autotune.cost_model.solver import SAFETY_MARGIN, Solution, smallest, solve
 from autotune.engines.fsdp2_engine import Fsdp2Engine
@@ -113,9 +114,12 @@ class _ElasticRun:
     """One rank's part of a run, until the number of ranks changes."""
 
     def __init__(self, job: Job, folder: Path, options: ElasticOptions, device: str, reporter: Reporter) -> None:
-        self._job, self._folder, self._options, self._device = job, folder, options, device
+        self._folder, self._options, self._device = folder, options, device
         self._reporter = reporter
         self._rank, self._ranks = distributed.get_rank(), distributed.get_world_size()
+        # The last rank sends nothing to others.
+        sent = job.launch.knobs if self._ranks > 1 else knobs.of_one_rank(job.launch.knobs)
+        self._job = replace(job, launch=replace(job.launch, knobs=sent))
         self._device_name = devices.device_name()
         self._engine: Fsdp2Engine | None = None
         self._on_first_rank(self._require_own_folder)

@@ -73,7 +73,8 @@ class LowRankAverage:
             approximation = left[place] @ factors[place].T
             errors[place] -= approximation
             gradient.copy_(approximation.view_as(gradient))
-        self._pending = errors, factors
+        # From a factor of zeros, as of a gradient that is zero at first, some gradients would never be found.
+        self._pending = errors, {place: factor for place, factor in factors.items() if bool(factor.any())}
 
     def keep(self) -> None:
         """Begin the next step with what the last one has left out, and where it has ended."""
