@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 from autotune import knobs
 from autotune.campaign import comparison_campaign
 from autotune.cli.main import run
+from autotune.commands import tuning
 from autotune.engines.deepspeed_config import engine_config
 from autotune.engines.fsdp2_engine import Fsdp2Engine
 from autotune.engines.torch_engine import TorchEngine
@@ -27,6 +28,7 @@ from autotune.mechanics.powersgd import LowRankAverage
 from autotune.mechanics.sent_forms import RoundedGather, SentForms
 from autotune.mesh import Mesh
 from autotune.profiling.sent_error import sent_error
+from autotune.records.requests import Ranks
 
 TESTS = Path(__file__).parent
 SHAPES = ((24, 32), (7,), (16, 3, 3, 4), (2, 2))
@@ -320,3 +322,19 @@ def test_a_comparison_refuses_what_is_not_possible_before_anything_is_run(
     assert run([*command, "--seeds", "2", "--runs-dir", str(tmp_path)]) == 2
     assert words in capsys.readouterr().err.strip().splitlines()[-1]
     assert not any(tmp_path.glob("*compare*"))
+
+
+def test_all_meshes_are_those_with_receivers() -> None:
+    asked = {str(mesh): Ranks(engine="fsdp2", count=4, zero_stage=0, mesh=str(mesh)) for mesh in Mesh.all_of(4)}
+
+    def found(choice: str) -> list[str]:
+        job = launched(odd_rank_jobs.dropped, split(f"job+{choice}", where="test")[1])
+        return list(tuning._with_receivers(asked, job))
+
+    assert found("gather=bf16") == [mesh for mesh in asked if "shard" in mesh]
+    assert found("reduce=powersgd2") == [mesh for mesh in asked if "dp" in mesh]
+    assert found("reduce=bf16") == list(asked)
+    alone = {"dp=4": asked["dp=4"]}
+    job = launched(odd_rank_jobs.dropped, split("job+gather=bf16", where="test")[1])
+    with pytest.raises(InputError, match="of which mesh dp=4 has none"):
+        tuning._with_receivers(alone, job)

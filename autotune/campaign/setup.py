@@ -127,9 +127,12 @@ def prepare(request: Request, trusted: TrustedInputs, runs: Path, reporter: Repo
         objective=objective,
         storage=None if storage is None else checked(storage),
     )
+    loaded = as_requested(load_job(job), request)
+    if ranks is not None:
+        ranks.require_sendable(loaded.launch.knobs)
     return Campaign(
         request=request,
-        job=as_requested(load_job(job), request),
+        job=loaded,
         reference=reference_of(job) if request.in_workers else None,
         runs=runs,
         reporter=reporter,

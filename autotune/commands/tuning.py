@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from autotune import knobs
 from autotune.budget import MemoryBudget
 from autotune.campaign import tuning_campaign
 from autotune.campaign.job_profile import measured_profile
@@ -169,7 +170,7 @@ def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, repor
         job = trusted.job(request.job)
         job = load_job(job) if isinstance(job, str) else job
         meshes = map(str, Mesh.all_of(ranks.count, tp=job.tensor_parallel is not None))
-        layouts = {mesh: replace(ranks, mesh=mesh) for mesh in meshes}
+        layouts = _with_receivers({mesh: replace(ranks, mesh=mesh) for mesh in meshes}, job)
     else:
         layouts = {str(stage): replace(ranks, zero_stage=stage) for stage in STAGES}
     asked = {name: (replace(request, ranks=layout), trusted) for name, layout in layouts.items()}
@@ -181,6 +182,24 @@ def tune_layouts(request: TuneRequest, trusted: TrustedInputs, runs: Path, repor
     tuned, told = _tune_each(asked, "mesh" if meshed else "ZeRO stage", runs, reporter, whole_bytes)
     best = max(tuned.values(), key=lambda document: document["measured"]["throughput"] or 0.0)
     return {**best, "meshes" if meshed else "stages": told}
+
+
+def _with_receivers(layouts: Mapping[str, Ranks], job: Job) -> dict[str, Ranks]:
+    """Return the meshes on which some ranks receive what a job's launch choices send.
+
+    Raises:
+        InputError: if there are none.
+    """
+    found, refusal = {}, None
+    for mesh, ranks in layouts.items():
+        try:
+            knobs.require_receivers(job.launch.knobs, Mesh.parse(mesh))
+            found[mesh] = ranks
+        except InputError as error:
+            refusal = refusal or error
+    if refusal is not None and not found:
+        raise refusal
+    return found
 
 
 def _profile_alone(request: TuneRequest, trusted: TrustedInputs, runs: Path, reporter: Reporter) -> Profile:
