@@ -465,7 +465,13 @@ def test_every_named_policy_plans_k_and_precision_within_a_budget(policy: str, b
     assert status["attached"], status
     assert status["trips"] == []
     assert status["predicted_peak_bytes"] <= status["memory_budget_bytes"]
-    assert np.mean(tuned.losses[-10:]) < np.mean(tuned.losses[:10])
+    # Losses of a step's pieces add up, and k differs from step to step.
+    with torch.no_grad():
+        learnt, fresh = (
+            np.mean([float(gpt_loss(model, text)) for text in texts(10, rows=4)])
+            for model in (tuned.model, TinyGPT(width=16, blocks=4, dropout=0.0))
+        )
+    assert learnt < fresh - 0.1
 
 
 class Rotary(nn.Module):
